@@ -1,0 +1,26 @@
+"""Drop-in PyTorch Lightning callbacks that fit a model into memory and explain every byte."""
+
+from lightning_memopt.callbacks.automatic_mixed_precision import AutomaticMixedPrecision
+from lightning_memopt.callbacks.empty_cache import EmptyCache
+from lightning_memopt.callbacks.gradient_accumulation import GradientAccumulation
+from lightning_memopt.callbacks.gradient_checkpointing import GradientCheckpointing
+from lightning_memopt.callbacks.memory_monitor import MemoryMonitor
+from lightning_memopt.core.layers import select_layers
+from lightning_memopt.core.memory import read_memory
+from lightning_memopt.core.oom import is_out_of_memory
+from lightning_memopt.core.recompute import checkpoint_layers, is_recomputing
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AutomaticMixedPrecision",
+    "EmptyCache",
+    "GradientAccumulation",
+    "GradientCheckpointing",
+    "MemoryMonitor",
+    "checkpoint_layers",
+    "is_out_of_memory",
+    "is_recomputing",
+    "read_memory",
+    "select_layers",
+]

@@ -1,0 +1,88 @@
+"""What all callbacks of the suite share: one owner for each thing, and everything is put back."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import ClassVar
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import Callback
+
+
+class SuiteCallback(Callback):
+    """A Lightning callback that undoes what it changed, after a fit and after a failure alike.
+
+    A subclass registers each undo on `self.undo` when it makes the change. Lightning calls
+    `teardown` after a run that ended and only `on_exception` after one that raised (Ctrl-C too):
+    both close the stack, and closing it twice is harmless.
+
+    Attributes:
+        owns: The one thing of the Trainer that this callback decides, in the user's words; two
+            callbacks that own the same thing are refused. `None` owns nothing.
+        undo: What to undo when the run ends, last change first. Made in `setup`.
+    """
+
+    owns: ClassVar[str | None] = None
+    undo: ExitStack
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Refuse a foreign Trainer and a second owner, and start with nothing to undo."""
+        name = type(self).__name__
+        if not isinstance(trainer, pl.Trainer):
+            raise MisconfigurationException(
+                f"`{name}` is built on `lightning.pytorch`, but this Trainer is a "
+                f"`{type(trainer).__module__}.{type(trainer).__name__}`: import `Trainer` and "
+                "`LightningModule` from `lightning.pytorch`; the two packages don't mix."
+            )
+        self.undo = ExitStack()
+        if self.owns is None:
+            return
+        for other in callbacks_of(trainer):
+            if other is self:
+                break
+            if isinstance(other, SuiteCallback) and other.owns == self.owns:
+                raise MisconfigurationException(
+                    f"`{name}` and `{type(other).__name__}` both want {self.owns}: "
+                    "keep one of the two in `Trainer(callbacks=...)`."
+                )
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Put back all that was changed."""
+        self.restore()
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        """Put back all that was changed."""
+        self.restore()
+
+    def restore(self) -> None:
+        """Undo every change that is still in place."""
+        undo = self.__dict__.pop("undo", None)
+        if undo is not None:
+            undo.close()
+
+
+class ToggledCallback(SuiteCallback):
+    """A callback that can be switched off and on while training runs.
+
+    Attributes:
+        enabled: What was asked for last; it takes effect at the next boundary that is safe.
+    """
+
+    enabled: bool = True
+
+    def enable(self) -> None:
+        """Switch the callback on, from the next step."""
+        self.enabled = True
+
+    def disable(self) -> None:
+        """Switch the callback off, from the next step."""
+        self.enabled = False
+
+
+def callbacks_of(trainer: pl.Trainer) -> list[Callback]:
+    """Return all callbacks of a Trainer, the model's own included."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return callbacks

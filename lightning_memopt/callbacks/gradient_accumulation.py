@@ -1,0 +1,274 @@
+"""A large batch from small ones, with exactly the large one's gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_memopt.callbacks._base import ToggledCallback, callbacks_of
+from lightning_memopt.callbacks._lightning import PointWriter, estimate_steps, logged_step
+from lightning_memopt.core.accumulation import (
+    next_boundary,
+    optimizer_steps,
+    plan_windows,
+    steps_at,
+)
+from lightning_memopt.core.checks import check_positive_int, check_schedule, check_weigh_by
+from lightning_memopt.core.weights import WindowWeights, correct, weigher
+
+
+class GradientAccumulation(ToggledCallback):
+    """Step the optimizer once in several batches, with the gradient of the one big batch.
+
+    You gain the training of a batch that doesn't fit; you pay the time of the small batches. Unlike
+    `Trainer(accumulate_grad_batches=...)` the gradient of a window is exact for a loss that is a
+    mean over samples: short last windows, epochs shorter than the window, micro-batches of unequal
+    size, loaders without a length, resumed runs and unequal ranks included. Batch-coupled layers
+    (BatchNorm) still see the small batches. Don't use it where the big batch fits.
+
+    The number of batches a window can change while training runs (`set_steps`); a change waits for
+    a batch that begins a window of both lengths, and a resumed run goes on with it.
+
+    Args:
+        steps: Batches a window, for the whole run or from an epoch on, as `{0: 8, 4: 2}`. Raising
+            it makes the effective batch larger and the optimizer steps fewer.
+        weigh_by: How much a batch counts within its window: `"samples"`, by its number of samples;
+            `"batches"`, all the same, as Lightning does; or a function, or its dotted name, from
+            the batch on the device to a number or 0-d tensor, such as the tokens that count.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: `steps` is below one or empty, or `weigh_by` is an unknown word.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(callbacks=[GradientAccumulation(4)], logger=False)
+
+    Source: the gradient of a mean is the weighted mean of the gradients of its parts.
+    """
+
+    owns = "`accumulate_grad_batches`"
+    _override: int | None = None
+    _override_epoch = 0
+    _epoch = 0
+    _factor: int | None = None
+    _reference: float | None = None
+    _restored = False
+    _end_estimate: Callable[[], None] | None = None
+
+    def __init__(
+        self,
+        steps: int | dict[int, int],
+        weigh_by: str | Callable[[Any], float | Tensor] = "samples",
+    ) -> None:
+        check_schedule("steps", steps)
+        check_weigh_by("weigh_by", weigh_by)
+        self.steps = steps
+        self.weigh_by = weigh_by
+
+    def set_steps(self, steps: int) -> None:
+        """Ask for another number of batches a window.
+
+        It is applied at the next batch that begins a window of both lengths, at the latest with the
+        next epoch, and holds until the next entry of a schedule by epoch.
+
+        Args:
+            steps: Batches a window.
+
+        Raises:
+            TypeError: `steps` is not an `int`.
+            ValueError: `steps` is below one.
+        """
+        check_positive_int("steps", steps)
+        self._override, self._override_epoch = steps, self._epoch
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Set the factor before `configure_optimizers` asks how many steps there will be."""
+        super().setup(trainer, pl_module, stage)
+        if stage != "fit":
+            return
+        _refuse(trainer, pl_module)
+        self._restored = self._warned = False
+        self._announced: int | None = None
+        try:
+            self._weights = WindowWeights(weigher(self.weigh_by))
+        except ValueError as error:
+            raise MisconfigurationException(str(error)) from error
+        self.undo.callback(self._let_go)
+        self.undo.callback(setattr, trainer, "accumulate_grad_batches", 1)
+        self._set(trainer, self._wanted(0))
+        if isinstance(self.steps, dict):
+            estimate = partial(optimizer_steps, self.steps)
+            self._end_estimate = self.undo.callback(estimate_steps(trainer, estimate))
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """The schedules are built: give the Trainer its own estimate back."""
+        if self._end_estimate is not None:
+            self._end_estimate()
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Say what the windows of an epoch are, or with what a resumed run goes on."""
+        # Gradients aren't in a checkpoint, so any factor may begin here; but the same one goes on.
+        self._epoch = trainer.current_epoch
+        resumed = "resumed; " if self._restored else ""
+        now = self._factor if self._restored and self._factor else self._wanted(self._epoch)
+        self._set(trainer, now)
+        PointWriter(trainer).add({"accumulation/steps": float(now)}, logged_step(trainer))
+        batches = trainer.num_training_batches
+        if batches == float("inf"):
+            rank_zero_info(
+                f"GradientAccumulation: {resumed}{now} batches a window; the loader has no length, "
+                "so how many windows an epoch has is not known"
+            )
+            return
+        windows = plan_windows(int(batches), now)
+        rank_zero_info(
+            f"GradientAccumulation: {resumed}{windows.count} windows of {now} batches an epoch, "
+            f"the last one of {windows.last}, {windows.count} optimizer steps an epoch"
+        )
+        if windows.batches < now:
+            rank_zero_warn(
+                f"An epoch has fewer batches than a window, {windows.batches} < {now}: the "
+                f"optimizer steps at the end of each epoch, with the mean of {windows.batches} "
+                "batches. Lower `steps` or make epochs longer."
+            )
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Change the factor where a window of both lengths begins, and weigh the batch."""
+        self._epoch = trainer.current_epoch
+        begins = isinstance(self.steps, dict) and self._epoch in self.steps
+        if begins and self._epoch > self._override_epoch:
+            self._override = None
+        now, wanted = trainer.accumulate_grad_batches, self._wanted(self._epoch)
+        if now != wanted:
+            self._change(trainer, batch_idx, now, wanted)
+        self._weigh(trainer, batch)
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        """Start to count a window with its gradients."""
+        self._weights.begin()
+
+    def on_before_backward(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
+    ) -> None:
+        """Let the batch count for what it weighs."""
+        self._weights.scale(loss)
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Turn the sum of the window into its mean: after unscaling, before clipping."""
+        total = self._weights.total
+        if trainer.world_size > 1 and self.weigh_by != "batches":
+            mine = torch.as_tensor(total, device=trainer.strategy.root_device, dtype=torch.float32)
+            total = trainer.strategy.reduce(mine, reduce_op="mean")
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        correct(parameters, trainer.accumulate_grad_batches, total)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the factor in force, for the checkpoint."""
+        return {
+            "steps": self.steps,
+            "factor": self._factor,
+            "override": self._override,
+            "override_epoch": self._override_epoch,
+            "reference": self._reference,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the factor of a checkpoint, unless `steps` has been changed since."""
+        if state_dict["steps"] != self.steps:
+            rank_zero_info(
+                f"GradientAccumulation: `steps` is {self.steps}, no longer the checkpoint's "
+                f"{state_dict['steps']}; the new one holds from here"
+            )
+            return
+        self._factor = state_dict["factor"]
+        self._override = state_dict["override"]
+        self._override_epoch = state_dict["override_epoch"]
+        self._reference = state_dict["reference"]
+        self._restored = True
+
+    def _wanted(self, epoch: int) -> int:
+        if not self.enabled:
+            return 1
+        return self._override or steps_at(self.steps, epoch)
+
+    def _set(self, trainer: pl.Trainer, factor: int) -> None:
+        trainer.accumulate_grad_batches = self._factor = factor
+
+    def _change(self, trainer: pl.Trainer, batch_idx: int, now: int, wanted: int) -> None:
+        boundary = next_boundary(batch_idx, now, wanted)
+        if boundary > batch_idx:
+            if self._announced != wanted:
+                self._announced = wanted
+                rank_zero_info(
+                    f"GradientAccumulation: {wanted} batches a window requested at batch "
+                    f"{batch_idx}, applied at batch {boundary} or with the next epoch"
+                )
+            return
+        self._announced = None
+        self._set(trainer, wanted)
+        PointWriter(trainer).add({"accumulation/steps": float(wanted)}, logged_step(trainer))
+        rank_zero_info(
+            f"GradientAccumulation: {wanted} batches a window applied at batch {batch_idx} of "
+            f"epoch {self._epoch}, before {now}; schedules that step with the optimizer keep the "
+            "length they were built with"
+        )
+
+    def _weigh(self, trainer: pl.Trainer, batch: Any) -> None:
+        weights = self._weights
+        if trainer.accumulate_grad_batches == 1 and trainer.world_size == 1:
+            weights.take(None)
+            return
+        weight = weights.weigh(batch)
+        if weight is None and not self._warned:
+            self._warned = True
+            rank_zero_warn(
+                f"The number of samples in a `{type(batch).__name__}` can't be told, so every "
+                'batch counts the same, as `weigh_by="batches"`: pass a function from the batch to '
+                "its weight as `weigh_by`."
+            )
+        if self._reference is None:
+            first = 1.0 if weight is None else float(weight)
+            self._reference = trainer.strategy.broadcast(first or 1.0)
+        weights.reference = self._reference
+        weights.take(weight)
+
+    def _let_go(self) -> None:
+        self._override = self._reference = None
+        self._override_epoch = self._epoch = 0
+
+
+def _refuse(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    if not pl_module.automatic_optimization:
+        raise MisconfigurationException(
+            "`GradientAccumulation` needs automatic optimization: with manual optimization your "
+            "`training_step` decides when to step."
+        )
+    if trainer.accumulate_grad_batches != 1:
+        raise MisconfigurationException(
+            f"`Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})` and "
+            "`GradientAccumulation` both set the factor: keep one of the two."
+        )
+    if any(isinstance(other, GradientAccumulationScheduler) for other in callbacks_of(trainer)):
+        raise MisconfigurationException(
+            "`GradientAccumulationScheduler` and `GradientAccumulation` both set the factor: keep "
+            "one of the two."
+        )
+    if trainer.strategy.handles_gradient_accumulation:
+        raise MisconfigurationException(
+            f"`{type(trainer.strategy).__name__}` accumulates gradients itself: set the factor "
+            "there and remove `GradientAccumulation`."
+        )

@@ -1,0 +1,241 @@
+"""Memory of every step, and where it peaked."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from rich.console import Console
+from rich.table import Table
+
+from lightning_memopt.callbacks._base import SuiteCallback
+from lightning_memopt.callbacks._lightning import PointWriter, is_window_end, logged_step
+from lightning_memopt.core.checks import check_bool, check_positive_int
+from lightning_memopt.core.peaks import watched_resets
+from lightning_memopt.core.step_memory import BETWEEN, StepMemory, spread
+from lightning_memopt.core.units import GIB, format_bytes
+
+_PHASES = ("forward", "backward", "optimizer")
+_STEP = "step"
+_LAYOUT = {
+    "memory": {
+        "memory of a step": [
+            f"memory/{name}_gib" for name in ("allocated", "reserved", "peak_allocated")
+        ],
+        "peak of a phase": [f"memory_phase/{phase}_peak_gib" for phase in _PHASES],
+    }
+}
+
+
+class MemoryMonitor(SuiteCallback):
+    """Log allocated, reserved and peak memory of every step, and the peak of each phase.
+
+    You gain curves in every logger (six keys under `memory/`, one point an optimizer step), the
+    peaks of forward, backward and optimizer step, separate curves for validation, test and predict,
+    and at the end a table of where the run peaked. You pay a few counter reads on the host and one
+    event a step; the device is never waited for. On a CPU allocated is what malloc has in use,
+    reserved and the peak are resident memory. Where PyTorch keeps no peak (MPS) it is the highest
+    sample taken at the boundaries of the phases.
+
+    The peak counter is reset at each boundary. The peak of the run survives that, and also a reset
+    by other code, which is marked in the table and in `summary()`. Several optimizer steps within
+    one batch (manual optimization) count as part of the next forward.
+
+    Args:
+        every_n_steps: Optimizer steps between two points; steps in between are not read, their
+            peak counts for the run alone. Raising it saves the cost of those reads.
+        phases: Whether to read the peak of forward, backward and optimizer step apart.
+        verbose: Whether to print the table at the end of fit.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: `every_n_steps` is below one.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> monitor = MemoryMonitor()
+        >>> trainer = Trainer(callbacks=[monitor], logger=False)
+        >>> monitor.summary()
+        {}
+
+    Source: the counters of PyTorch's caching allocator,
+    https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-memory-management.
+    """
+
+    _memory: StepMemory | None = None
+    _summary: dict[str, Any] = {}
+    _device = ""
+    _steps = 0
+
+    def __init__(self, every_n_steps: int = 1, phases: bool = True, verbose: bool = True) -> None:
+        check_positive_int("every_n_steps", every_n_steps)
+        check_bool("phases", phases)
+        check_bool("verbose", verbose)
+        self.every_n_steps = every_n_steps
+        self.phases = phases
+        self.verbose = verbose
+
+    def summary(self) -> dict[str, Any]:
+        """Return the figures of the run so far, or of the last one; needs no logger.
+
+        Returns:
+            Sizes in bytes under keys that end in `_bytes`: the run's peak with its phase, step and
+            epoch, the peak of each phase, what was allocated and reserved at the last boundary; the
+            device and the number of steps read. Empty before the first run.
+        """
+        if self._memory is not None:
+            figures = self._memory.summary()
+            self._summary = {"device": self._device, "steps": self._steps, **figures}
+        return dict(self._summary)
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Take the peak counter, from here to the end of the run."""
+        super().setup(trainer, pl_module, stage)
+        device = trainer.strategy.root_device
+        self._device = str(device)
+        self._steps = 0
+        self._in_step = self._saw_backward = False
+        self._eval_batches: Counter[str] = Counter()
+        self._writer = PointWriter(trainer)
+        self._memory = StepMemory(device)
+        self.undo.enter_context(watched_resets())
+        self.undo.callback(self._let_go)
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Say what is read, and put the curves on shared charts."""
+        reading = self._running.reading
+        of_total = f" of {format_bytes(reading.device_total)}" if reading.device_total else ""
+        steps = "step" if self.every_n_steps == 1 else f"{self.every_n_steps} steps"
+        sampled = "; no peak is kept there, it is sampled" if reading.peak is None else ""
+        rank_zero_info(
+            f"MemoryMonitor: reading {self._device}{of_total}, a point every {steps}{sampled}"
+        )
+        self._writer.add_layout(_LAYOUT)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Begin a step with the first batch of its window."""
+        step = logged_step(trainer)
+        if self._in_step or step % self.every_n_steps:
+            return
+        self._running.begin_step(step, trainer.current_epoch)
+        self._in_step = True
+        self._saw_backward = False
+
+    def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
+        """End a forward."""
+        self._end_phase(trainer, "forward")
+
+    def on_after_backward(self, trainer: pl.Trainer, *_: Any) -> None:
+        """End a backward."""
+        self._saw_backward = True
+        self._end_phase(trainer, "backward")
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """End a step with the last batch of its window, and write its point."""
+        if not self._in_step or not is_window_end(trainer):
+            return
+        memory = self._running
+        step = logged_step(trainer)
+        last = "optimizer" if self._saw_backward else "forward"
+        memory.end_phase(last if self.phases else _STEP, step, trainer.current_epoch)
+        self._in_step = False
+        self._steps += 1
+        peaks = memory.step_peaks()
+        values = _values(memory, max(peaks.values()))
+        if self.phases:
+            values |= {f"memory_phase/{name}_peak_gib": peak / GIB for name, peak in peaks.items()}
+        self._writer.add(values, step)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Compare the ranks' peaks of this epoch."""
+        self._in_step = False  # a hook may have skipped the rest of the epoch within a window
+        peak = self._running.end_epoch() / GIB
+        if trainer.world_size == 1:
+            return
+        mine = torch.tensor(peak, device=trainer.strategy.root_device)
+        ranks = spread(trainer.strategy.all_gather(mine).flatten().tolist())
+        values = {f"memory_ranks/peak_{name}_gib": ranks[name] for name in ("min", "mean", "max")}
+        values["memory_ranks/peak_max_rank"] = ranks["max_rank"]
+        self._writer.add(values, logged_step(trainer) - 1)  # of the epoch's last step
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Print where the run peaked."""
+        if self.verbose and trainer.is_global_zero:
+            Console().print(_table(self.summary()))
+
+    def on_validation_batch_start(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        """Begin a batch of an evaluation."""
+        step, epoch = logged_step(trainer), trainer.current_epoch
+        if self._in_step and not self.phases:  # validation within a window
+            self._running.end_phase(_STEP, step, epoch)
+        else:
+            self._running.end_other(BETWEEN, step, epoch)
+
+    def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        """End a batch of an evaluation, and write its point."""
+        stage = trainer.state.stage
+        if stage is None or trainer.sanity_checking:
+            return
+        name = str(stage.dataloader_prefix)
+        memory, batch = self._running, self._eval_batches[name]
+        self._eval_batches[name] += 1
+        peak = memory.end_other(name, batch, trainer.current_epoch)
+        values = {"allocated_gib": memory.reading.allocated, "peak_allocated_gib": peak}
+        self._writer.add({f"memory_{name}/{key}": x / GIB for key, x in values.items()}, batch)
+
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+
+    @property
+    def _running(self) -> StepMemory:
+        if self._memory is None:
+            raise RuntimeError("`MemoryMonitor` was asked for memory outside a run.")
+        return self._memory
+
+    def _end_phase(self, trainer: pl.Trainer, phase: str) -> None:
+        if self._in_step and self.phases:
+            self._running.end_phase(phase, logged_step(trainer), trainer.current_epoch)
+
+    def _let_go(self) -> None:
+        self._writer.flush()
+        self.summary()
+        self._memory = None
+        del self._writer  # holds the loggers, which don't pickle
+
+
+def _values(memory: StepMemory, peak: int) -> dict[str, float]:
+    """Return the point of one step; what is unknown on this device is left out."""
+    reading = memory.reading
+    values = {
+        "memory/allocated_gib": reading.allocated / GIB,
+        "memory/reserved_gib": reading.reserved / GIB,
+        "memory/peak_allocated_gib": peak / GIB,
+        "memory/fragmentation": reading.fragmentation,
+    }
+    if reading.device_used is not None:
+        values["memory/device_used_gib"] = reading.device_used / GIB
+    if memory.alloc_retries is not None:
+        values["memory/alloc_retries"] = float(memory.alloc_retries)
+    return values
+
+
+def _table(summary: dict[str, Any]) -> Table:
+    marked = " (interrupted: other code reset the counter)" if summary["peak_interrupted"] else ""
+    retries = summary["alloc_retries"]
+    retried = "" if retries is None else f"; {retries} allocator retries"
+    table = Table(
+        title=f"Memory of {summary['device']}: peak {format_bytes(summary['peak_bytes'])} in "
+        f"{summary['peak_phase']}{marked}",
+        caption=f"At the end {format_bytes(summary['reserved_bytes'])} reserved, "
+        f"{format_bytes(summary['allocated_bytes'])} allocated, gap "
+        f"{format_bytes(summary['gap_bytes'])}{retried}",
+    )
+    for heading in ("phase", "peak", "at step", "epoch"):
+        table.add_column(heading, justify="left" if heading == "phase" else "right")
+    for phase, figures in summary["phases"].items():
+        peak = format_bytes(figures["peak_bytes"])
+        table.add_row(phase, peak, str(figures["step"]), str(figures["epoch"]))
+    return table

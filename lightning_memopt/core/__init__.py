@@ -1,0 +1,1 @@
+"""What the suite does, without Lightning: plans from numbers, tools on torch."""

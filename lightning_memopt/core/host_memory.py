@@ -1,0 +1,163 @@
+"""The CPU as a memory device: what malloc has in use, what is resident, its peak, and the limits.
+
+glibc answers `mallinfo2` in about a microsecond and gives freed pages back on `malloc_trim`; Linux
+keeps the resident peak (`VmHWM`) and resets it when 5 is written to `/proc/self/clear_refs`
+(`man 5 proc`). Elsewhere resident memory comes from psutil and the rest is unknown (`None`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import mmap
+import sys
+from pathlib import Path
+
+import psutil
+
+_MALLINFO2_FIELDS = [
+    "arena",
+    "ordblks",
+    "smblks",
+    "hblks",
+    "hblkhd",
+    "usmblks",
+    "fsmblks",
+    "uordblks",
+    "fordblks",
+    "keepcost",
+]
+_STATM = Path("/proc/self/statm")
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+_RESET_PEAK = b"5"
+_CGROUPS_OF_PROCESS = Path("/proc/self/cgroup")
+# Version 2 of control groups has one tree, version 1 one for each controller.
+_CGROUP_2 = (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file")
+_CGROUP_1 = (
+    Path("/sys/fs/cgroup/memory"),
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    "total_inactive_file",
+)
+
+
+class _Mallinfo2(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in _MALLINFO2_FIELDS]
+
+
+@functools.cache
+def _glibc() -> ctypes.CDLL | None:
+    if not sys.platform.startswith("linux"):
+        return None
+    try:
+        library = ctypes.CDLL("libc.so.6")
+        library.mallinfo2.restype = _Mallinfo2
+        library.malloc_trim.argtypes = [ctypes.c_size_t]
+    except (OSError, AttributeError):  # musl, or a glibc before 2.33
+        return None
+    return library
+
+
+def allocated_bytes() -> int | None:
+    """Return the bytes that malloc has handed out, or `None` where glibc doesn't answer."""
+    library = _glibc()
+    if library is None:
+        return None
+    info = library.mallinfo2()
+    return int(info.uordblks) + int(info.hblkhd)
+
+
+def resident_bytes() -> int:
+    """Return the resident memory of this process in bytes."""
+    try:
+        return int(_STATM.read_bytes().split()[1]) * mmap.PAGESIZE
+    except OSError:
+        return int(psutil.Process().memory_info().rss)
+
+
+def peak_resident_bytes() -> int | None:
+    """Return the resident peak since the last reset in bytes, or `None` where it is unknown."""
+    return _status_bytes(b"VmHWM:")
+
+
+def reset_peak_resident() -> bool:
+    """Start a new resident peak and return whether the system allows it."""
+    try:
+        # A buffered write would report a refusal only when the file is closed.
+        with _CLEAR_REFS.open("wb", buffering=0) as file:
+            file.write(_RESET_PEAK)
+    except OSError:
+        return False
+    return True
+
+
+def release_free_memory() -> None:
+    """Give what malloc holds free back to the system; does nothing where there is no glibc."""
+    library = _glibc()
+    if library is not None:
+        library.malloc_trim(0)
+
+
+def system_used_and_total() -> tuple[int, int]:
+    """Return the memory in use on this machine and its total, in bytes."""
+    memory = psutil.virtual_memory()
+    return int(memory.total - memory.available), int(memory.total)
+
+
+def usable_bytes() -> int:
+    """Return how large this process's resident memory may become, in bytes.
+
+    The least of: what is resident now plus what the machine has available, what the control group
+    leaves to this process, and what the limit on the address space leaves.
+    """
+    resident = resident_bytes()
+    room = [int(psutil.virtual_memory().available), _cgroup_room(), _address_space_room()]
+    return resident + max(0, min(value for value in room if value is not None))
+
+
+def _cgroup_room() -> int | None:
+    """Return the least room that a control group of this process has, and those around it."""
+    try:
+        lines = _CGROUPS_OF_PROCESS.read_text().splitlines()
+    except OSError:
+        return None
+    rooms: list[int] = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root, *names = _CGROUP_1 if controllers else _CGROUP_2
+        inner = root / path.lstrip("/")
+        # Inside a container the path may be the host's: then only the root is there to be read.
+        for folder in (inner, *inner.parents[: len(inner.parts) - len(root.parts)]):
+            with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+                rooms.append(_room_of_cgroup(folder, *names))
+    return min(rooms, default=None)
+
+
+def _room_of_cgroup(folder: Path, limit: str, usage: str, cached: str) -> int:
+    room = int((folder / limit).read_text()) - int((folder / usage).read_text())
+    # Files that were read count as used until somebody needs the memory.
+    statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    return room + int(statistics.get(cached, 0))
+
+
+def _address_space_room() -> int | None:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    size = _status_bytes(b"VmSize:")
+    return None if limit == resource.RLIM_INFINITY or size is None else limit - size
+
+
+def _status_bytes(key: bytes) -> int | None:
+    try:
+        status = _STATUS.read_bytes()
+    except OSError:
+        return None
+    start = status.find(key)
+    return None if start < 0 else int(status[start + len(key) :].split(None, 1)[0]) * 1024

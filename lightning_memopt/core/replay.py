@@ -1,0 +1,172 @@
+"""Running a block a second time so that it finds what the first run found and leaves no trace."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+Slot = tuple[nn.Module, str]
+Known = dict[tuple[bool, ...], set[Slot]]
+
+# A copy of so few bytes costs less than to find out that it was needed.
+_SMALL_BYTES = 2**16
+# Their output in training depends on no buffer, of a subclass with its own `forward` who knows.
+_TRUSTED_FORWARDS = {_BatchNorm.forward, _InstanceNorm.forward, nn.SyncBatchNorm.forward}
+
+
+class _Seen(NamedTuple):
+    """A buffer before the first run, and a copy where one may be needed."""
+
+    tensor: Tensor | None
+    version: int
+    is_small: bool
+    value: Tensor | None
+
+
+class Replay:
+    """One run of a block that may be repeated in backward.
+
+    PyTorch's checkpoint restores its own random state; this restores Python's and NumPy's, and each
+    buffer that the block changes in forward (BatchNorm, spectral norm, moving averages, counters).
+    The second run works on stand-ins, so the real buffers are touched once and their version
+    counters stay as autograd saw them.
+
+    Args:
+        block: The module that runs.
+        known: Large buffers that the block was seen to change, by which of its modules train. The
+            first run in each such mode copies all of them to find out, and adds to it.
+    """
+
+    def __init__(self, block: nn.Module, known: Known) -> None:
+        self._modules = list(block.modules())
+        modes = tuple(module.training for module in self._modules)
+        self._is_new = modes not in known
+        self._changing = known.setdefault(modes, set())
+        self._python: Any = None
+        self._numpy: Any = None
+        self._starts: dict[Slot, Tensor | None] = {}
+        self._statistics: list[Slot] = []
+        self._lost: str | None = None
+
+    @contextmanager
+    def first(self) -> Iterator[None]:
+        """Run the block for real and note what it changes."""
+        self._python, self._numpy = _random_states()
+        before = {slot: self._look(slot) for slot in self._buffers()}
+        yield
+        for slot, seen in before.items():
+            if seen.is_small or self._is_changed(slot, seen):
+                self._starts[slot] = seen.value
+                if seen.value is None and seen.tensor is not None:
+                    self._lost = slot[1]
+        norms = [module for module in self._modules if _is_running_statistics(module)]
+        self._statistics = [(norm, name) for norm in norms for name in norm._buffers]
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Run the block once more, from the same start."""
+        if self._lost is not None:
+            raise RuntimeError(f"buffer `{self._lost}` changed, as it had not done before")
+        states = _random_states()
+        slots = [*self._starts, *self._statistics]
+        current = [(slot, slot[0]._buffers[slot[1]]) for slot in slots]
+        try:
+            _set_random_states(self._python, self._numpy)
+            for (module, name), tensor in current:
+                start = self._starts.get((module, name), tensor)
+                module._buffers[name] = None if start is None else start.clone()
+            yield
+        finally:
+            for (module, name), tensor in current:
+                module._buffers[name] = tensor
+            _set_random_states(*states)
+
+    def _buffers(self) -> list[Slot]:
+        """List the buffers whose changes must be looked for."""
+        return [
+            (module, name)
+            for module in self._modules
+            if not _is_running_statistics(module)
+            for name, tensor in module._buffers.items()
+            if tensor is None or not tensor.is_inference()
+        ]
+
+    def _look(self, slot: Slot) -> _Seen:
+        tensor = slot[0]._buffers[slot[1]]
+        if tensor is None:
+            return _Seen(None, 0, True, None)
+        is_small = tensor.numel() * tensor.element_size() <= _SMALL_BYTES
+        is_copied = is_small or self._is_new or slot in self._changing
+        value = tensor.detach().clone() if is_copied else None
+        return _Seen(tensor, tensor._version, is_small, value)
+
+    def _is_changed(self, slot: Slot, seen: _Seen) -> bool:
+        tensor = slot[0]._buffers.get(slot[1])
+        if slot in self._changing:
+            return True
+        is_changed = tensor is not seen.tensor or tensor is None or tensor._version != seen.version
+        if not is_changed and self._is_new and tensor.layout is torch.strided:
+            # Kernels such as that of `batch_norm` write without raising the version.
+            is_changed = not torch.equal(tensor, seen.value)
+        if is_changed:
+            self._changing.add(slot)
+        return is_changed
+
+
+def _is_running_statistics(module: nn.Module) -> bool:
+    return (
+        isinstance(module, _NormBase)
+        and module.training
+        and module.track_running_stats
+        and type(module).forward in _TRUSTED_FORWARDS
+    )
+
+
+def _random_states() -> tuple[Any, Any]:
+    numpy = sys.modules.get("numpy")  # who has not imported it has not drawn from it
+    return random.getstate(), None if numpy is None else numpy.random.get_state()
+
+
+def _set_random_states(python: Any, numpy_state: Any) -> None:
+    random.setstate(python)
+    if numpy_state is not None:
+        sys.modules["numpy"].random.set_state(numpy_state)
+
+
+class Anew(AbstractContextManager[Any]):
+    """A context that can be entered several times: each backward recomputes."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._make = make
+        self._entered: list[AbstractContextManager[Any]] = []
+
+    def __enter__(self) -> Any:
+        context = self._make()
+        value = context.__enter__()
+        self._entered.append(context)
+        return value
+
+    def __exit__(self, *exception: Any) -> bool | None:
+        return self._entered.pop().__exit__(*exception)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested containers."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(item)
+
+
+def versions_of(values: Iterable[Any]) -> list[int]:
+    """Return the version counters of the tensors among some values."""
+    return [v._version for v in values if isinstance(v, Tensor) and not v.is_inference()]

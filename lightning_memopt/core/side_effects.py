@@ -1,0 +1,72 @@
+"""What in a model would notice that a block runs twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+from torchmetrics import Metric
+
+
+def counting_twice(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Name the modules inside blocks that have forward hooks, and the metrics.
+
+    Hooks of a block itself run once. Hooks that PyTorch installs, such as those of spectral norm,
+    are left out: they work on parameters and buffers, which are put back.
+
+    Args:
+        model: The module that `names` belong to.
+        names: Qualified names of the blocks that are recomputed.
+
+    Returns:
+        Qualified names, in registration order.
+    """
+    found = []
+    for name in names:
+        for inner, module in model.get_submodule(name).named_modules():
+            if inner and (isinstance(module, Metric) or _has_foreign_hooks(module)):
+                found.append(f"{name}.{inner}")
+    return found
+
+
+def own_checkpointing(model: nn.Module) -> dict[str, bool]:
+    """Find models with a checkpointing switch of their own that is on (as in transformers).
+
+    Args:
+        model: Any module.
+
+    Returns:
+        Qualified name of each outermost such module, and whether it is in training mode: in eval
+        mode such a switch does nothing.
+    """
+    found: dict[str, bool] = {}
+    for name, module in model.named_modules():
+        is_on = getattr(module, "gradient_checkpointing", False) is True
+        if is_on and not any(name == outer or name.startswith(f"{outer}.") for outer in found):
+            found[name] = module.training
+    return found
+
+
+def is_frozen_stem(model: nn.Module, name: str) -> bool:
+    """Return whether a block and all that is registered before it have no trainable parameter.
+
+    Nothing is kept for backward there, so there is nothing to save.
+    """
+    last = model.get_submodule(name)
+    inside = {id(parameter) for parameter in last.parameters()}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            return False
+        inside.discard(id(parameter))
+        if not inside:
+            return True
+    return False
+
+
+def _has_foreign_hooks(module: nn.Module) -> bool:
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return any(not _module_of(hook).startswith("torch.nn.utils") for hook in hooks)
+
+
+def _module_of(hook: object) -> str:
+    return getattr(hook, "__module__", None) or type(hook).__module__

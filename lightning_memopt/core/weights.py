@@ -1,0 +1,102 @@
+"""How much each batch of an accumulation window counts, applied to losses and gradients."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_memopt.core.batches import count_samples
+
+Weight = float | Tensor
+Weigher = Callable[[Any], Weight | None]
+
+
+def weigher(weigh_by: str | Callable[[Any], Weight]) -> Weigher:
+    """Return the function that `weigh_by` names.
+
+    Args:
+        weigh_by: `"samples"`, `"batches"`, a function of a batch, or its dotted name.
+
+    Returns:
+        A function from a batch to its weight, or to `None` where it can't be told.
+
+    Raises:
+        ValueError: A dotted name leads to nothing that can be called.
+    """
+    if weigh_by == "samples":
+        return count_samples
+    if weigh_by == "batches":
+        return _one
+    if not isinstance(weigh_by, str):
+        return weigh_by
+    module_name, _, name = weigh_by.rpartition(".")
+    try:
+        function: Any = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"`weigh_by` must be a dotted name, got {weigh_by!r}: {error}.") from error
+    if not callable(function):
+        raise ValueError(f"`weigh_by` must name a function, got {weigh_by!r}, a {type(function)}.")
+    return function  # type: ignore[no-any-return]
+
+
+class WindowWeights:
+    """The weights of one window, relative to a reference so that equal batches change nothing.
+
+    Lightning divides each loss by the factor. A batch's loss is multiplied by its relative weight
+    before backward, and at the end the gradients by factor / sum of the relative weights; where all
+    is regular both are exactly 1 and are left out. Weights on a device stay there.
+
+    Attributes:
+        weigh: From a batch to its weight, or `None` where it can't be told.
+        reference: The weight that counts as 1; the same on every rank.
+        total: Sum of the relative weights in this window so far.
+    """
+
+    def __init__(self, weigh: Weigher) -> None:
+        self.weigh = weigh
+        self._relative: Weight = 1.0
+        self.reference: float | None = None
+        self.total: Weight = 0.0
+
+    def take(self, weight: Weight | None) -> None:
+        """Make `weight` that of the batch at hand."""
+        self._relative = 1.0 if weight is None or not self.reference else weight / self.reference
+
+    def scale(self, loss: Tensor) -> None:
+        """Multiply a loss in place and count its batch in."""
+        if not _is_one(self._relative):
+            loss.mul_(self._relative)
+        self.total = self.total + self._relative
+
+    def begin(self) -> None:
+        """Start a window."""
+        self.total = 0.0
+
+
+def correct(parameters: Iterable[nn.Parameter], factor: int, total: Weight) -> None:
+    """Multiply gradients in place by `factor / total`; a window without weight is left as it is."""
+    if isinstance(total, Tensor):
+        scale: Weight = torch.where(total > 0, factor / total, torch.ones_like(total))
+    else:
+        scale = factor / total if total > 0 else 1.0
+    if _is_one(scale):
+        return
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    dense = [gradient for gradient in gradients if not gradient.is_sparse]
+    if dense:
+        torch._foreach_mul_(dense, scale)
+    for gradient in gradients:
+        if gradient.is_sparse:
+            gradient.mul_(scale)
+
+
+def _one(batch: Any) -> float:
+    return 1.0
+
+
+def _is_one(weight: Weight) -> bool:
+    return not isinstance(weight, Tensor) and weight == 1.0
