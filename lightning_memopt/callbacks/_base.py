@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 
 
 class SuiteCallback(Callback):
@@ -86,3 +86,27 @@ def callbacks_of(trainer: pl.Trainer) -> list[Callback]:
     """Return all callbacks of a Trainer, the model's own included."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return callbacks
+
+
+def refuse_other_factors(
+    callback: SuiteCallback, trainer: pl.Trainer, pl_module: pl.LightningModule
+) -> None:
+    """Refuse a Trainer in which anything but `callback` decides how gradients accumulate.
+
+    Raises:
+        MisconfigurationException: The Trainer, another callback, the strategy or the user's
+            `training_step` decides.
+    """
+    if not pl_module.automatic_optimization:
+        reason = "needs automatic optimization: your `training_step` decides when to step"
+    elif trainer.accumulate_grad_batches != 1:
+        value = trainer.accumulate_grad_batches
+        reason = f"and `Trainer(accumulate_grad_batches={value})` both set the factor: keep one"
+    elif any(isinstance(other, GradientAccumulationScheduler) for other in callbacks_of(trainer)):
+        reason = "and `GradientAccumulationScheduler` both set the factor: keep one of the two"
+    elif trainer.strategy.handles_gradient_accumulation:
+        strategy = type(trainer.strategy).__name__
+        reason = f"can't set the factor of `{strategy}`, which accumulates by itself: set it there"
+    else:
+        return
+    raise MisconfigurationException(f"`{type(callback).__name__}` {reason}.")

@@ -62,6 +62,7 @@ class MixedPrecision(LightningMixedPrecision):
         **kwargs: Any,
     ) -> Any:
         """Step through the scaler and note whether it skipped."""
+        self.skipped_last_step = False
         if self.scaler is None:
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
         # The scaler itself waits for the device here, to see whether a gradient is infinite.

@@ -50,6 +50,7 @@ class AutomaticMixedPrecision(ToggledCallback):
     owns = "the precision plugin"
     _plugin: MixedPrecision | None = None
     _between_windows = True
+    _last_scaler: dict[str, Any] = {}
 
     def __init__(
         self,
@@ -88,6 +89,7 @@ class AutomaticMixedPrecision(ToggledCallback):
         since = f" from epoch {self.start_epoch}" if self.start_epoch else ""
         rank_zero_info(f"AutomaticMixedPrecision: {choice.precision}{since} ({choice.reason})")
         self._between_windows = True
+        self._last_scaler = {}
         if choice.precision == "32-true":
             return
         self._plugin = MixedPrecision(choice.precision, device.type)
@@ -129,6 +131,13 @@ class AutomaticMixedPrecision(ToggledCallback):
             }
             self._writer.add(values, logged_step(trainer))
 
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Put the scaler into a checkpoint of a run that has ended, as of one that failed."""
+        if self._last_scaler:
+            checkpoint.setdefault(MixedPrecision.__qualname__, self._last_scaler)
+
     def _switch(self, trainer: pl.Trainer) -> None:
         active = self.enabled and trainer.current_epoch >= self.start_epoch
         if self._plugin is None or self._plugin.active == active:
@@ -139,6 +148,7 @@ class AutomaticMixedPrecision(ToggledCallback):
 
     def _let_go(self) -> None:
         self._writer.flush()
+        self._last_scaler = self._plugin.state_dict() if self._plugin is not None else {}
         self._plugin = None
         del self._writer  # holds the loggers, which don't pickle
 

@@ -9,12 +9,11 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_memopt.callbacks._base import ToggledCallback, callbacks_of
+from lightning_memopt.callbacks._base import ToggledCallback, refuse_other_factors
 from lightning_memopt.callbacks._lightning import PointWriter, estimate_steps, logged_step
 from lightning_memopt.core.accumulation import (
     next_boundary,
@@ -60,9 +59,9 @@ class GradientAccumulation(ToggledCallback):
     _override: int | None = None
     _override_epoch = 0
     _epoch = 0
+    _ended = False
     _factor: int | None = None
-    _reference: float | None = None
-    _restored = False
+    _restored: dict[str, Any] | None = None
     _end_estimate: Callable[[], None] | None = None
 
     def __init__(
@@ -89,15 +88,18 @@ class GradientAccumulation(ToggledCallback):
             ValueError: `steps` is below one.
         """
         check_positive_int("steps", steps)
-        self._override, self._override_epoch = steps, self._epoch
+        self._override, self._override_epoch, self._ended = steps, self._epoch, False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Set the factor before `configure_optimizers` asks how many steps there will be."""
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
-        _refuse(trainer, pl_module)
-        self._restored = self._warned = False
+        refuse_other_factors(self, trainer, pl_module)
+        if self._ended:
+            self._override, self._override_epoch, self._epoch = None, 0, 0
+        self._restored = None
+        self._warned = False
         self._announced: int | None = None
         try:
             self._weights = WindowWeights(weigher(self.weigh_by))
@@ -117,29 +119,27 @@ class GradientAccumulation(ToggledCallback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Say what the windows of an epoch are, or with what a resumed run goes on."""
-        # Gradients aren't in a checkpoint, so any factor may begin here; but the same one goes on.
         self._epoch = trainer.current_epoch
-        resumed = "resumed; " if self._restored else ""
-        now = self._factor if self._restored and self._factor else self._wanted(self._epoch)
+        now, resumed = self._wanted(self._epoch), ""
+        if self._restored is not None:
+            # Gradients aren't in a checkpoint, so any factor could begin: the same goes on.
+            now, resumed = self._restored["factor"], "resumed with "
+            self._override = self._restored["override"]
+            self._override_epoch = self._restored["override_epoch"]
+            self._weights.reference = self._restored["reference"]
         self._set(trainer, now)
         PointWriter(trainer).add({"accumulation/steps": float(now)}, logged_step(trainer))
         batches = trainer.num_training_batches
         if batches == float("inf"):
-            rank_zero_info(
-                f"GradientAccumulation: {resumed}{now} batches a window; the loader has no length, "
-                "so how many windows an epoch has is not known"
-            )
-            return
-        windows = plan_windows(int(batches), now)
-        rank_zero_info(
-            f"GradientAccumulation: {resumed}{windows.count} windows of {now} batches an epoch, "
-            f"the last one of {windows.last}, {windows.count} optimizer steps an epoch"
-        )
-        if windows.batches < now:
+            windows = f"{now} batches a window of an unknown number, as the loader has no length"
+        else:
+            windows = str(plan_windows(int(batches), now))
+        rank_zero_info(f"GradientAccumulation: {resumed}{windows}")
+        if batches < now:
             rank_zero_warn(
-                f"An epoch has fewer batches than a window, {windows.batches} < {now}: the "
-                f"optimizer steps at the end of each epoch, with the mean of {windows.batches} "
-                "batches. Lower `steps` or make epochs longer."
+                f"An epoch has fewer batches than a window, {batches} < {now}: the optimizer steps "
+                f"at the end of each epoch, with the mean of {batches} batches. Lower `steps` or "
+                "make epochs longer."
             )
 
     def on_train_batch_start(
@@ -178,27 +178,25 @@ class GradientAccumulation(ToggledCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the factor in force, for the checkpoint."""
+        if self._factor is None:
+            return {}
         return {
             "steps": self.steps,
             "factor": self._factor,
             "override": self._override,
             "override_epoch": self._override_epoch,
-            "reference": self._reference,
+            "reference": self._weights.reference,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the factor of a checkpoint, unless `steps` has been changed since."""
-        if state_dict["steps"] != self.steps:
-            rank_zero_info(
-                f"GradientAccumulation: `steps` is {self.steps}, no longer the checkpoint's "
-                f"{state_dict['steps']}; the new one holds from here"
-            )
+        if state_dict["steps"] == self.steps:
+            self._restored = state_dict
             return
-        self._factor = state_dict["factor"]
-        self._override = state_dict["override"]
-        self._override_epoch = state_dict["override_epoch"]
-        self._reference = state_dict["reference"]
-        self._restored = True
+        rank_zero_info(
+            f"GradientAccumulation: `steps` is {self.steps}, no longer the checkpoint's "
+            f"{state_dict['steps']}; the new one holds from here"
+        )
 
     def _wanted(self, epoch: int) -> int:
         if not self.enabled:
@@ -228,11 +226,10 @@ class GradientAccumulation(ToggledCallback):
         )
 
     def _weigh(self, trainer: pl.Trainer, batch: Any) -> None:
-        weights = self._weights
         if trainer.accumulate_grad_batches == 1 and trainer.world_size == 1:
-            weights.take(None)
+            self._weights.take(None)
             return
-        weight = weights.weigh(batch)
+        weight = self._weights.weigh(batch)
         if weight is None and not self._warned:
             self._warned = True
             rank_zero_warn(
@@ -240,35 +237,11 @@ class GradientAccumulation(ToggledCallback):
                 'batch counts the same, as `weigh_by="batches"`: pass a function from the batch to '
                 "its weight as `weigh_by`."
             )
-        if self._reference is None:
+        if self._weights.reference is None:
             first = 1.0 if weight is None else float(weight)
-            self._reference = trainer.strategy.broadcast(first or 1.0)
-        weights.reference = self._reference
-        weights.take(weight)
+            self._weights.reference = trainer.strategy.broadcast(first or 1.0)
+        self._weights.take(weight)
 
     def _let_go(self) -> None:
-        self._override = self._reference = None
-        self._override_epoch = self._epoch = 0
-
-
-def _refuse(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-    if not pl_module.automatic_optimization:
-        raise MisconfigurationException(
-            "`GradientAccumulation` needs automatic optimization: with manual optimization your "
-            "`training_step` decides when to step."
-        )
-    if trainer.accumulate_grad_batches != 1:
-        raise MisconfigurationException(
-            f"`Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})` and "
-            "`GradientAccumulation` both set the factor: keep one of the two."
-        )
-    if any(isinstance(other, GradientAccumulationScheduler) for other in callbacks_of(trainer)):
-        raise MisconfigurationException(
-            "`GradientAccumulationScheduler` and `GradientAccumulation` both set the factor: keep "
-            "one of the two."
-        )
-    if trainer.strategy.handles_gradient_accumulation:
-        raise MisconfigurationException(
-            f"`{type(trainer.strategy).__name__}` accumulates gradients itself: set the factor "
-            "there and remove `GradientAccumulation`."
-        )
+        # What was asked for stays until the next run: a checkpoint of a failure still needs it.
+        self._ended = True

@@ -23,6 +23,13 @@ class Windows:
     count: int
     last: int
 
+    def __str__(self) -> str:
+        """Say it in half a sentence."""
+        return (
+            f"{self.count} windows of {self.steps} batches an epoch, the last one of {self.last}, "
+            f"{self.count} optimizer steps an epoch"
+        )
+
 
 def plan_windows(batches: int, steps: int) -> Windows:
     """Divide the batches of an epoch into windows of `steps`, the last one shorter if need be.

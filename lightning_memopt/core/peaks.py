@@ -100,7 +100,8 @@ class PeakCounter:
         self._least = 0
 
     def _open_spans(self) -> list[PeakSpan]:
-        return [span for reference in self._spans if (span := reference()) is not None]
+        references = tuple(self._spans)  # the garbage collector may end a span at any time
+        return [span for reference in references if (span := reference()) is not None]
 
 
 def peak_counter(device: torch.device) -> PeakCounter:

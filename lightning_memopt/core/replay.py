@@ -47,9 +47,10 @@ class Replay:
 
     def __init__(self, block: nn.Module, known: Known) -> None:
         self._modules = list(block.modules())
-        modes = tuple(module.training for module in self._modules)
-        self._is_new = modes not in known
-        self._changing = known.setdefault(modes, set())
+        self._known = known
+        self._modes = tuple(module.training for module in self._modules)
+        self._is_new = self._modes not in known
+        self._changing = known.get(self._modes, set())
         self._python: Any = None
         self._numpy: Any = None
         self._starts: dict[Slot, Tensor | None] = {}
@@ -67,6 +68,7 @@ class Replay:
                 self._starts[slot] = seen.value
                 if seen.value is None and seen.tensor is not None:
                     self._lost = slot[1]
+        self._known[self._modes] = self._changing
         norms = [module for module in self._modules if _is_running_statistics(module)]
         self._statistics = [(norm, name) for norm in norms for name in norm._buffers]
 
@@ -74,7 +76,7 @@ class Replay:
     def again(self) -> Iterator[None]:
         """Run the block once more, from the same start."""
         if self._lost is not None:
-            raise RuntimeError(f"buffer `{self._lost}` changed, as it had not done before")
+            raise RuntimeError(f"its buffer `{self._lost}` changed, which it never did before")
         states = _random_states()
         slots = [*self._starts, *self._statistics]
         current = [(slot, slot[0]._buffers[slot[1]]) for slot in slots]
@@ -110,15 +112,12 @@ class Replay:
 
     def _is_changed(self, slot: Slot, seen: _Seen) -> bool:
         tensor = slot[0]._buffers.get(slot[1])
-        if slot in self._changing:
-            return True
-        is_changed = tensor is not seen.tensor or tensor is None or tensor._version != seen.version
-        if not is_changed and self._is_new and tensor.layout is torch.strided:
-            # Kernels such as that of `batch_norm` write without raising the version.
-            is_changed = not torch.equal(tensor, seen.value)
-        if is_changed:
+        if tensor is None or tensor is not seen.tensor or tensor._version != seen.version:
             self._changing.add(slot)
-        return is_changed
+        elif self._is_new and seen.value is not None and tensor.layout is torch.strided:
+            # Kernels such as that of `batch_norm` write without raising the version.
+            self._changing |= set() if torch.equal(tensor, seen.value) else {slot}
+        return slot in self._changing
 
 
 def _is_running_statistics(module: nn.Module) -> bool:

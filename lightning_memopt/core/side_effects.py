@@ -52,14 +52,12 @@ def is_frozen_stem(model: nn.Module, name: str) -> bool:
 
     Nothing is kept for backward there, so there is nothing to save.
     """
-    last = model.get_submodule(name)
-    inside = {id(parameter) for parameter in last.parameters()}
-    for parameter in model.parameters():
-        if parameter.requires_grad:
+    block = model.get_submodule(name)
+    for module in model.modules():
+        if module is block:
+            return not any(parameter.requires_grad for parameter in block.parameters())
+        if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
             return False
-        inside.discard(id(parameter))
-        if not inside:
-            return True
     return False
 
 

@@ -19,7 +19,7 @@ _UNITS = {
     "GIB": 2**30,
     "TIB": 2**40,
 }
-_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(%|[kmgt]?i?b)\s*", re.IGNORECASE)
+_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(%|(?:[kmgt]i?)?b)\s*", re.IGNORECASE)
 _EXPECTED = 'bytes as an `int`, a size such as "20GiB" or a share such as "90%"'
 
 
