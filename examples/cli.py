@@ -6,7 +6,7 @@ r"""The quickstart's model through LightningCLI: the callbacks come from a YAML 
 option can be changed on the command line; `python examples/cli.py fit --help` lists them all:
 
     python examples/cli.py fit --config examples/configs/gradient_checkpointing.yaml \
-        --trainer.max_epochs=1 --data.batch_size=32
+        --trainer.max_epochs=1 --data.batch_size=64
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the examples share: figures of a run, each run in a process of its own, and the table.
+"""What the examples share: figures of a run, a fresh process for the other run, and the table.
 
 Imported by `quickstart.py` and `gpt.py`; nothing here is needed to use the callbacks. To see it:
 
@@ -82,8 +82,8 @@ class Probe(Callback):
         self._ends.append(time.perf_counter())
 
 
-def in_own_process(train: Callable[..., dict[str, Any]], **options: Any) -> dict[str, Any]:
-    """Run `train` in a fresh process: resident memory and caches are then those of one run."""
+def in_fresh_process(train: Callable[..., dict[str, Any]], **options: Any) -> dict[str, Any]:
+    """Run `train` where nothing was trained before: its resident memory is then its own."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(train, **options).result()
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from comparison import Probe, in_own_process, print_comparison
+from comparison import Probe, in_fresh_process, print_comparison
 from lightning.pytorch import (
     Callback,
     LightningDataModule,
@@ -184,7 +184,7 @@ def train(with_suite: bool, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--windows", type=int, default=4800, help="pieces of text to train on")
     parser.add_argument("--batch-size", type=int, default=16, help="windows on the device at once")
@@ -192,12 +192,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--logdir", default="logs/gpt")
     parser.add_argument("--fast", action="store_true", help="a few batches only, to try it out")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.fast:
         args.windows, args.sample = 200, 20
 
-    figures = in_own_process(train, with_suite=True, args=args)
-    plain = in_own_process(train, with_suite=False, args=args)
+    figures = train(with_suite=True, args=args)
+    plain = in_fresh_process(train, with_suite=False, args=args)
     print(f"\n{figures['sample']}\n")
     loss = figures["loss"]
     scores = {

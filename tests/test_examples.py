@@ -143,7 +143,7 @@ def test_the_checkpointing_benchmark_saves_as_much_as_plain_torch(tmp_path: Path
         assert name in printed
         rows = {(row["checkpointed"], row["by"]): row for row in figures["rows"]}
         assert len(rows) == 5
-        for chosen in ("every block", "every second"):
+        for chosen in ("each block", "each 2nd"):
             suite = rows[chosen, "suite"]
             assert suite["peak_share"] < 0.9
             assert suite["peak_of_plain"] == pytest.approx(1, abs=0.01)

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -40,9 +41,8 @@ from lightning_memopt import checkpoint_layers, select_layers
 
 ON_CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_CUDA else "cpu")
-BATCH, PIXELS = (256, 224) if ON_CUDA else (4, 64)
+BATCH, PIXELS, WARM_UP = (256, 224, 3) if ON_CUDA else (4, 64, 1)
 MIB = 2**20
-WARM_UP = 3
 
 if ON_CUDA:
     MODELS: dict[str, Callable[[], nn.Module]] = {"ResNet-50": resnet50, "ViT-B/16": vit_b_16}
@@ -125,8 +125,8 @@ def benchmark(make: Callable[[], nn.Module], rounds: int, steps: int) -> dict[st
     variants: dict[tuple[str, str], Callable[[], Callable[[], None]]] = {
         ("nothing", "-"): lambda: lambda: None
     }
-    for chosen, some in (("every block", names), ("every second", names[::2])):
-        variants[chosen, "plain torch"] = partial(checkpoint_by_hand, model, some)
+    for chosen, some in (("each block", names), ("each 2nd", names[::2])):
+        variants[chosen, "torch"] = partial(checkpoint_by_hand, model, some)
         variants[chosen, "suite"] = partial(checkpoint_layers, model, some)
 
     times: dict[tuple[str, str], list[float]] = {variant: [] for variant in variants}
@@ -152,10 +152,10 @@ def benchmark(make: Callable[[], nn.Module], rounds: int, steps: int) -> dict[st
                 "peak_share": peaks[chosen, by] / peaks["nothing", "-"],
                 "step_share": _ratio(times[chosen, by], times["nothing", "-"]),
                 # Of one round each, so that a drift of the clock is in both.
-                "step_of_plain": _ratio(times[chosen, by], times[chosen, "plain torch"])
+                "step_of_plain": _ratio(times[chosen, by], times[chosen, "torch"])
                 if by == "suite"
                 else None,
-                "peak_of_plain": peaks[chosen, by] / peaks[chosen, "plain torch"]
+                "peak_of_plain": peaks[chosen, by] / peaks[chosen, "torch"]
                 if by == "suite"
                 else None,
             }
@@ -168,6 +168,28 @@ def _ratio(times: list[float], others: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(times, others, strict=True))
 
 
+def _table(model: str, rows: list[dict[str, Any]]) -> Table:
+    peak = "peak, MiB" if ON_CUDA else "kept, MiB"
+    table = Table(
+        title=model, caption="share: of nothing checkpointed; / torch: of plain torch", box=SIMPLE
+    )
+    table.add_column("checkpointed", no_wrap=True)
+    for heading in (peak, "share", "/ torch", "step, ms", "share", "/ torch"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        is_suite = row["by"] == "suite"
+        table.add_row(
+            f"{row['checkpointed']}, {row['by']}".removesuffix(", -"),
+            f"{row['peak_bytes'] / MIB:,.1f}",
+            f"{row['peak_share']:.3f}",
+            f"{row['peak_of_plain']:.4f}" if is_suite else "",
+            f"{row['step_ms']:.1f}",
+            f"{row['step_share']:.3f}",
+            f"{row['step_of_plain']:.4f}" if is_suite else "",
+        )
+    return table
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=4 if ON_CUDA else 3)
@@ -177,33 +199,11 @@ def main(argv: list[str] | None = None) -> None:
 
     name = torch.cuda.get_device_name() if ON_CUDA else "CPU"
     precision = "bf16 autocast" if ON_CUDA else "fp32"
-    peak = "peak" if ON_CUDA else "kept for backward"
-    table = Table(
-        title=f"{name}, torch {torch.__version__}, batch {BATCH} at {PIXELS} px, {precision}",
-        caption="Shares are of the step with nothing checkpointed.",
-    )
-    for heading in ("model", "checkpointed", "by"):
-        table.add_column(heading)
-    for heading in (f"{peak}, MiB", "share", "step, ms", "share", "suite / plain: peak", "step"):
-        table.add_column(heading, justify="right")
+    print(f"{name}, torch {torch.__version__}, batch {BATCH} at {PIXELS} px, {precision}")
     figures: dict[str, Any] = {"device": name, "torch": torch.__version__, "models": {}}
     for model, make in MODELS.items():
         result = figures["models"][model] = benchmark(make, args.rounds, args.steps)
-        for row in result["rows"]:
-            is_suite = row["by"] == "suite"
-            table.add_row(
-                model,
-                row["checkpointed"],
-                row["by"],
-                f"{row['peak_bytes'] / MIB:,.1f}",
-                f"{row['peak_share']:.3f}",
-                f"{row['step_ms']:.1f}",
-                f"{row['step_share']:.3f}",
-                f"{row['peak_of_plain']:.4f}" if is_suite else "",
-                f"{row['step_of_plain']:.4f}" if is_suite else "",
-            )
-        table.add_section()
-    Console().print(table)
+        Console().print(_table(model, result["rows"]))
     if args.json:
         args.json.write_text(json.dumps(figures, indent=2))
 

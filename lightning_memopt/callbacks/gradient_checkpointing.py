@@ -72,17 +72,42 @@ class GradientCheckpointing(ToggledCallback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Choose the layers, now that `configure_model` has made them, and checkpoint them."""
+        self._choose(pl_module)
+        self.undo.callback(self._switch, pl_module, on=False)
+        self._switch(pl_module, on=self.enabled)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
+    ) -> None:
+        """Switch on or off where that was asked for."""
+        # The mode that decides on the model's own switch is often set by its `on_train_start`.
+        if self._own and self._own != own_checkpointing(pl_module):
+            self._choose(pl_module)
+            self._switch(pl_module, on=self.enabled)
+        if self.enabled != (self._undo_checkpoint is not None):
+            self._switch(pl_module, on=self.enabled)
+            state = "on" if self.enabled else "off"
+            rank_zero_info(f"GradientCheckpointing: {state} from step {trainer.global_step}")
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        """Name the block in PyTorch's error, and put everything back."""
+        explain_mismatch(exception)
+        super().on_exception(trainer, pl_module, exception)
+
+    def _choose(self, pl_module: pl.LightningModule) -> None:
         try:
             selected = select_layers(pl_module, self.layers)
         except ValueError as error:
             raise MisconfigurationException(str(error)) from error
         selected = selected[: -1 if self.skip_last else None][:: self.every]
-        own = own_checkpointing(pl_module)
-        left_to_own = [name for name, is_training in own.items() if is_training]
+        self._own = own_checkpointing(pl_module)
+        left_to_own = [name for name, is_training in self._own.items() if is_training]
         self._names = [
             name for name in selected if not any(_is_within(name, outer) for outer in left_to_own)
         ]
-        for outer, is_training in own.items():
+        for outer, is_training in self._own.items():
             _warn_of_own_switch(outer, is_training)
         if not self._names and not left_to_own:
             raise MisconfigurationException(
@@ -98,24 +123,6 @@ class GradientCheckpointing(ToggledCallback):
             f"{_listed(', first ', active[:1])}"
             f"{_listed('; skipping frozen ', frozen)}"
         )
-        self.undo.callback(self._switch, pl_module, on=False)
-        self._switch(pl_module, on=self.enabled)
-
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
-    ) -> None:
-        """Switch on or off where that was asked for."""
-        if self.enabled != (self._undo_checkpoint is not None):
-            self._switch(pl_module, on=self.enabled)
-            state = "on" if self.enabled else "off"
-            rank_zero_info(f"GradientCheckpointing: {state} from step {trainer.global_step}")
-
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        """Name the block in PyTorch's error, and put everything back."""
-        explain_mismatch(exception)
-        super().on_exception(trainer, pl_module, exception)
 
     def _switch(self, pl_module: pl.LightningModule, *, on: bool) -> None:
         if self._undo_checkpoint is not None:
@@ -153,7 +160,7 @@ def _warn_of_own_switch(name: str, is_training: bool) -> None:
     if is_training:
         rank_zero_warn(
             f"{where} has its own gradient checkpointing switched on, so its layers are left to "
-            "it; call its `gradient_checkpointing_disable()` to let this callback choose."
+            "it; switch that off where the model is made to let this callback choose."
         )
     else:
         rank_zero_warn(

@@ -40,9 +40,11 @@ class MemoryMonitor(SuiteCallback):
     reserved and the peak are resident memory. Where PyTorch keeps no peak (MPS) it is the highest
     sample taken at the boundaries of the phases.
 
-    The peak counter is reset at each boundary. The peak of the run survives that, and also a reset
-    by other code, which is marked in the table and in `summary()`. Several optimizer steps within
-    one batch (manual optimization) count as part of the next forward.
+    A step begins where the one before it ended, so what comes between, such as moving the batch to
+    the device, is in its forward; validation is not. The peak counter is reset at each boundary.
+    The peak of the run survives that, and also a reset by other code, which is marked in the table
+    and in `summary()`. Several optimizer steps within one batch (manual optimization) count as part
+    of the next forward.
 
     Args:
         every_n_steps: Optimizer steps between two points; steps in between are not read, their
@@ -140,7 +142,7 @@ class MemoryMonitor(SuiteCallback):
         memory = self._running
         step = logged_step(trainer)
         last = "optimizer" if self._saw_backward else "forward"
-        memory.end_phase(last if self.phases else _STEP, step, trainer.current_epoch)
+        memory.end_step(last if self.phases else _STEP, step, trainer.current_epoch)
         self._in_step = False
         self._steps += 1
         peaks = memory.step_peaks()

@@ -25,7 +25,14 @@ from torch.utils.checkpoint import (
 from lightning_memopt.core.checks import check_word
 from lightning_memopt.core.oom import is_out_of_memory
 from lightning_memopt.core.patching import PatchedMethod
-from lightning_memopt.core.replay import Anew, Known, Replay, tensors_in, versions_of
+from lightning_memopt.core.replay import (
+    Anew,
+    Known,
+    Replay,
+    copy_containers,
+    tensors_in,
+    versions_of,
+)
 
 Keep = Literal["nothing", "attention", "matmul"]
 
@@ -136,15 +143,20 @@ class _CheckpointedForward(PatchedMethod):
             args = tuple(None if _is_key_value_cache(value) else value for value in args)
             kwargs = {k: None if _is_key_value_cache(v) else v for k, v in kwargs.items()}
         names, count = tuple(kwargs), len(args)
+        as_given = [(args, kwargs)]
 
         def run(*inputs: Any) -> Any:
+            if as_given:
+                args, kwargs = as_given.pop()
+                return self.original(*args, **kwargs)
+            inputs = copy_containers(inputs)
             named = dict(zip(names, inputs[count : count + len(names)], strict=True))
             return self.original(*inputs[:count], **named)
 
         # Keyword arguments go in by position: only of those does PyTorch find the device whose
         # random state must come back, and they can't collide with the names of `checkpoint`. So do
         # tensors in containers: of only these does it notice that somebody has changed them since.
-        inputs = (*args, *kwargs.values())
+        inputs = copy_containers((*args, *kwargs.values()))
         nested = [t for value in inputs if not isinstance(value, Tensor) for t in tensors_in(value)]
         inputs = (*inputs, *nested)
         if not any(isinstance(value, Tensor) for value in inputs):
@@ -193,7 +205,8 @@ class _CheckpointedForward(PatchedMethod):
             # PyTorch ends a recomputation early by an exception of its own.
             if type(error).__module__ == CheckpointError.__module__ or is_out_of_memory(error):
                 raise
-            raise CheckpointError(_explanation(self.qualified_name, str(error))) from error
+            text = _explanation(self.qualified_name, str(error), bool(self._operators))
+            raise CheckpointError(text) from error
         finally:
             _state.depth -= 1
             _last_recomputed = self.qualified_name  # not that of a block within
@@ -209,11 +222,12 @@ class _CheckpointedForward(PatchedMethod):
             )
 
 
-def _explanation(name: str, reason: str) -> str:
+def _explanation(name: str, reason: str, is_keeping: bool = False) -> str:
+    otherwise = ', set `keep="nothing"`' if is_keeping else ""
     return (
         f"`{name}` {_REASON} when it was recomputed in backward ({reason.strip()}); "
-        "leave it out of `layers`, or make its forward depend only on its inputs, parameters, "
-        "buffers and the random state of torch, Python and NumPy."
+        f"leave it out of `layers`{otherwise}, or make its forward depend only on its inputs, "
+        "parameters, buffers and the random state of torch, Python and NumPy."
     )
 
 

@@ -104,7 +104,7 @@ class Replay:
     def _look(self, slot: Slot) -> _Seen:
         tensor = slot[0]._buffers[slot[1]]
         if tensor is None:
-            return _Seen(None, 0, True, None)
+            return _Seen(None, 0, False, None)
         is_small = tensor.numel() * tensor.element_size() <= _SMALL_BYTES
         is_copied = is_small or self._is_new or slot in self._changing
         value = tensor.detach().clone() if is_copied else None
@@ -164,6 +164,18 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, dict | list | tuple):
         for item in value.values() if isinstance(value, dict) else value:
             yield from tensors_in(item)
+
+
+def copy_containers(value: Any) -> Any:
+    """Copy nested lists, tuples and dicts, but not what is in them.
+
+    A DenseNet appends to the list that its layers got.
+    """
+    if type(value) is dict:
+        return {key: copy_containers(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(copy_containers(item) for item in value)
+    return value
 
 
 def versions_of(values: Iterable[Any]) -> list[int]:

@@ -43,6 +43,7 @@ class StepMemory:
         self._lap = self._counter.open()
         self._epoch = self._counter.open()
         self._step_peaks: dict[str, int] = {}
+        self._ended: int | None = None
         self.reading: MemoryReading = self._counter.fold()
         self._retries_before = self.reading.alloc_retries or 0
         self.phases: dict[str, PhasePeak] = {}
@@ -54,9 +55,19 @@ class StepMemory:
         return None if retries is None else retries - self._retries_before
 
     def begin_step(self, step: int, epoch: int) -> None:
-        """Start a step: what came before it is nobody's."""
-        self.end_other(BETWEEN, step, epoch)
+        """Start a step: where the one before it ended, if nothing was read since.
+
+        Reading the counters is most of what a step costs, and what comes between two steps, such as
+        loading, is seldom more than a step itself.
+        """
+        if self._ended != step - 1:
+            self.end_other(BETWEEN, step, epoch)
         self._step_peaks.clear()
+
+    def end_step(self, phase: str, step: int, epoch: int) -> None:
+        """End a step with its last phase."""
+        self.end_phase(phase, step, epoch)
+        self._ended = step
 
     def end_phase(self, phase: str, step: int, epoch: int) -> None:
         """Attribute the peak since the last boundary to a phase of this step."""
@@ -69,6 +80,7 @@ class StepMemory:
         Returns:
             The peak in bytes.
         """
+        self._ended = None
         peak, self.reading = self._counter.lap(self._lap)
         best = self.phases.get(name)
         if best is None or peak > best.peak:
@@ -81,6 +93,7 @@ class StepMemory:
 
     def end_epoch(self) -> int:
         """Return the peak since the last epoch ended, in bytes."""
+        self._ended = None
         return self._counter.lap(self._epoch)[0]
 
     def summary(self) -> dict[str, Any]:

@@ -112,11 +112,11 @@ class Reader(pl.Callback):
 # The x of `self.log`
 
 
-@pytest.mark.parametrize("model", [Logging, LoggingStream, LoggingByHand])
-@pytest.mark.parametrize("factor", [1, 4])
+@pytest.mark.parametrize(
+    ("model", "factor"),
+    [(Logging, 1), (Logging, 4), (LoggingStream, 1), (LoggingStream, 4), (LoggingByHand, 1)],
+)
 def test_the_step_is_the_x_of_self_log(model, factor):
-    if model is LoggingByHand and factor > 1:
-        factor = 1  # Lightning refuses a factor with optimization by hand
     recorder, reader = Recorder(), Reader()
     make_trainer(
         reader, logger=recorder, log_every_n_steps=1, accumulate_grad_batches=factor, max_epochs=2
@@ -325,51 +325,63 @@ def test_charts_have_the_prefix_of_their_board_and_of_other_loggers_nothing_is_a
 # Schedules that end with training
 
 
-def test_the_estimate_is_ours_until_it_is_put_back():
-    seen: list[float] = []
-    asked: list[tuple[int, int]] = []
+class Asking(Unit):
+    """Keeps what the Trainer estimates when schedules are built."""
 
-    class Model(Unit):
-        def configure_optimizers(self) -> Any:
-            seen.append(self.trainer.estimated_stepping_batches)
-            return super().configure_optimizers()
+    def configure_optimizers(self) -> Any:
+        self.estimate = self.trainer.estimated_stepping_batches
+        return super().configure_optimizers()
 
-    class Estimate(pl.Callback):
-        def setup(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-            self.put_back = estimate_steps(
-                trainer, lambda batches, epochs: asked.append((batches, epochs)) or 7
-            )
 
-        def on_fit_start(self, trainer: pl.Trainer, *_: Any) -> None:
-            assert isinstance(trainer, pl.Trainer)
-            assert type(trainer).__name__ == "Trainer"
-            self.put_back()
+class Estimating(pl.Callback):
+    """Estimates seven steps, from `setup` to the start of the fit."""
 
-    trainer = make_trainer(Estimate(), max_epochs=3)
-    trainer.fit(Model(n=5))
-    assert seen == [7]
-    assert asked == [(5, 3)]
-    assert type(trainer) is pl.Trainer
-    assert trainer.estimated_stepping_batches == 15
+    def setup(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        self.asked: list[tuple[int, int]] = []
+        self.put_back = estimate_steps(trainer, self.steps)
+        assert isinstance(trainer, pl.Trainer)
+        assert type(trainer).__name__ == "Trainer"
+
+    def steps(self, batches: int, epochs: int) -> int:
+        self.asked.append((batches, epochs))
+        return 7
+
+    def on_fit_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.put_back()
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "expected"),
+    ("kwargs", "ours", "stock"),
     [
-        ({"max_epochs": 3}, 7),
-        ({"max_epochs": 3, "max_steps": 4}, 4),
-        ({"max_epochs": 3, "max_steps": 9}, 7),
-        ({"max_epochs": -1, "max_steps": 9}, 9),
+        ({"max_epochs": 3}, 7, 15),
+        ({"max_epochs": 3, "max_steps": 4}, 4, 4),
+        ({"max_epochs": 3, "max_steps": 9}, 7, 9),
+        ({"max_epochs": -1, "max_steps": 9}, 9, 9),  # no number of epochs to ask with
     ],
 )
-def test_the_estimate_is_bounded_by_the_trainers_steps(kwargs, expected):
-    trainer = make_trainer(**kwargs)
-    trainer.strategy.connect(Unit(n=5))
-    trainer.fit_loop._data_source.instance = Unit(n=5)
-    put_back = estimate_steps(trainer, lambda batches, epochs: 7)
-    assert trainer.estimated_stepping_batches == expected
-    put_back()
+def test_the_estimate_is_ours_within_the_trainers_steps_until_it_is_put_back(kwargs, ours, stock):
+    model, callback = Asking(n=5), Estimating()
+    trainer = make_trainer(callback, **kwargs)
+    trainer.fit(model)
+    assert model.estimate == ours
+    assert callback.asked == ([(5, 3)] if kwargs["max_epochs"] == 3 else [])
     assert type(trainer) is pl.Trainer
+    assert trainer.estimated_stepping_batches == stock
+
+
+def test_a_loader_without_a_length_leaves_the_estimate_to_the_trainer():
+    class AskingStream(Asking):
+        def train_dataloader(self) -> DataLoader[Any]:
+            return DataLoader(Stream(self.n), batch_size=1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step([batch], batch_idx)
+
+    model, stock, callback = AskingStream(n=5), AskingStream(n=5), Estimating()
+    make_trainer(callback, max_epochs=3).fit(model)
+    make_trainer(max_epochs=3).fit(stock)
+    assert model.estimate == stock.estimate
+    assert callback.asked == []
 
 
 # The names themselves

@@ -52,6 +52,27 @@ def test_what_was_before_a_step_is_not_in_it(memory, device):
     assert memory.phases[BETWEEN] == PhasePeak(500, 1, 0)
 
 
+def test_a_step_begins_where_the_one_before_it_ended(memory, device):
+    memory.begin_step(0, 0)
+    memory.end_step("optimizer", 0, 0)
+    device.use(500)
+    run_step(memory, device, 1, forward=20)
+    assert memory.step_peaks() == {"forward": 500}
+
+
+@pytest.mark.parametrize("interruption", ["evaluation", "epoch", "a step that isn't read"])
+def test_a_step_after_an_interruption_begins_anew(memory, device, interruption):
+    memory.begin_step(0, 0)
+    memory.end_step("optimizer", 0, 0)
+    if interruption == "evaluation":
+        memory.end_other("val", 0, 0)
+    elif interruption == "epoch":
+        memory.end_epoch()
+    device.use(500)
+    run_step(memory, device, 2 if "step" in interruption else 1, forward=20)
+    assert memory.step_peaks() == {"forward": 20}
+
+
 def test_what_interrupts_a_step_is_not_in_it(memory, device):
     memory.begin_step(0, 0)
     device.use(30)

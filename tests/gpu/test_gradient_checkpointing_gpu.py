@@ -38,12 +38,14 @@ def step(every: int, keep: str = "nothing"):
         checkpoint_layers(model, select_layers(model)[::every], keep)
     x = torch.randn(4096, 1024, device="cuda")
     torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
     with torch.autocast("cuda", torch.bfloat16):
         loss = model(x).square().mean()
     loss.backward()
-    peak = torch.cuda.max_memory_allocated()
-    gradients = [parameter.grad for parameter in model.parameters()]
-    return peak, gradients, list(model.buffers()), torch.rand(1, device="cuda")
+    peak = torch.cuda.max_memory_allocated() - before
+    gradients = [parameter.grad.cpu() for parameter in model.parameters()]
+    buffers = [buffer.cpu() for buffer in model.buffers()]
+    return peak, gradients, buffers, torch.rand(1, device="cuda")
 
 
 def test_more_checkpoints_have_a_lower_peak_and_the_same_gradients():
@@ -85,11 +87,12 @@ def test_attention_is_kept_and_everything_else_recomputed():
             checkpoint_layers(model, select_layers(model), keep)
         images = torch.randn(64, 3, 224, 224, device="cuda")
         torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
         with torch.autocast("cuda", torch.bfloat16):
             loss = model(images).square().mean()
         loss.backward()
-        peaks[keep] = torch.cuda.max_memory_allocated()
-        gradients[keep] = [parameter.grad for parameter in model.parameters()]
+        peaks[keep] = torch.cuda.max_memory_allocated() - before
+        gradients[keep] = [parameter.grad.cpu() for parameter in model.parameters()]
     assert peaks["nothing"] < peaks["attention"] < peaks["plain"]
     for a, b in zip(gradients["plain"], gradients["attention"], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)

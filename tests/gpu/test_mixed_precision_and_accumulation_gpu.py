@@ -43,6 +43,7 @@ def test_skipped_steps_are_counted_on_the_gpu(tmp_path):
     assert float(last[-1].split(",")[column]) == 2
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_bf16_never_waits_for_the_device():
     class Strict(Callback):
         def on_train_batch_start(self, *args):
@@ -74,6 +75,8 @@ def test_a_window_has_the_gradient_of_the_one_big_batch():
     assert model.grads == pytest.approx([1, 1, 1])
 
 
+# So small a step may be dwarfed by the calls, which is then said.
+@pytest.mark.filterwarnings("ignore:.*calls took")
 def test_emptying_the_cache_gives_reserved_memory_back(tmp_path):
     class Leaves(Blocks):
         def training_step(self, batch, batch_idx):
