@@ -5,6 +5,7 @@ from lightning_memopt.callbacks.empty_cache import EmptyCache
 from lightning_memopt.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_memopt.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_memopt.callbacks.memory_monitor import MemoryMonitor
+from lightning_memopt.core.batches import split_batch
 from lightning_memopt.core.layers import select_layers
 from lightning_memopt.core.memory import read_memory
 from lightning_memopt.core.oom import is_out_of_memory
@@ -23,4 +24,5 @@ __all__ = [
     "is_recomputing",
     "read_memory",
     "select_layers",
+    "split_batch",
 ]

@@ -32,6 +32,7 @@ PUBLIC = {
     "is_recomputing",
     "read_memory",
     "select_layers",
+    "split_batch",
 }
 CORE = "lightning_memopt.core"
 CALLBACKS = "lightning_memopt.callbacks"

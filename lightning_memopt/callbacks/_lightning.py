@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from torch.optim import Optimizer
 
 from lightning_memopt.core.event_file import EventFile
 
@@ -34,6 +35,14 @@ def is_window_end(trainer: pl.Trainer) -> bool:
     name.
     """
     return not trainer.fit_loop._should_accumulate()
+
+
+def unscales_itself(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer takes scaled gradients, as the fused ones do.
+
+    PyTorch tells its scaler by this attribute, and Lightning asks for it too.
+    """
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 class PointWriter:

@@ -11,7 +11,12 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import LBFGS, Optimizer
 
 from lightning_memopt.callbacks._base import ToggledCallback
-from lightning_memopt.callbacks._lightning import PointWriter, is_window_end, logged_step
+from lightning_memopt.callbacks._lightning import (
+    PointWriter,
+    is_window_end,
+    logged_step,
+    unscales_itself,
+)
 from lightning_memopt.callbacks._precision import MixedPrecision
 from lightning_memopt.core.checks import check_bool, check_epoch, check_word
 from lightning_memopt.core.patching import PatchedMethod
@@ -180,7 +185,7 @@ def _refuse_unscalable(optimizer: Optimizer, clip_val: float | None) -> None:
             "`16-mixed` and `LBFGS` don't go together, it evaluates the loss several times a step: "
             "use `precision='bf16-mixed'` or `'32-true'`."
         )
-    if clip_val and getattr(optimizer, "_step_supports_amp_scaling", False):
+    if clip_val and unscales_itself(optimizer):
         raise MisconfigurationException(
             f"`gradient_clip_val={clip_val}` in `16-mixed` needs an optimizer that doesn't unscale "
             f"gradients itself, but this `{name}` is fused: use `fused=False`, or drop clipping."

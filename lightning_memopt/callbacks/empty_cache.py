@@ -40,8 +40,8 @@ class EmptyCache(ToggledCallback):
         when: One moment or several: `"never"`, `"step"`, `"epoch"`, `"before_validation"`,
             `"after_validation"`, `"before_optimizer_step"`, or `"fragmented"`: after a step in
             which the gap between reserved and allocated is above both limits below. All ranks call
-            at the same step; with several, `"fragmented"` costs a small reduction every `every`
-        steps. every: Optimizer steps between two calls of `"step"`, `"before_optimizer_step"` and
+            at the same step; with several, `"fragmented"` costs a small reduction whenever it looks.
+        every: Optimizer steps between two calls of `"step"`, `"before_optimizer_step"` and
             `"fragmented"`. Raising it makes calls rarer.
         above: Share of reserved memory that the gap must exceed for `"fragmented"`, from 0 to 1.
         min_gap: Size that the gap must exceed for `"fragmented"`; a share is of the device's total.

@@ -1,13 +1,14 @@
-"""What a batch holds."""
+"""What a batch holds, and a batch cut into smaller ones."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 
 def count_samples(batch: Any) -> int | None:
@@ -15,7 +16,9 @@ def count_samples(batch: Any) -> int | None:
 
     It is the first dimension of the tensors, if they all agree; scalars don't count. Tensors are
     looked for in tuples, lists, mappings and dataclasses; a packed sequence counts its sequences,
-    and a list of anything but tensors its items.
+    and a list of numbers or strings its items. Where tensors disagree, lists and tuples within the
+    batch are taken for samples, as detection models have them: `([image, ...], [target, ...])`, and
+    so is a list of mappings.
 
     Args:
         batch: A batch as a loader gives it.
@@ -27,28 +30,131 @@ def count_samples(batch: Any) -> int | None:
         >>> import torch
         >>> count_samples({"x": torch.zeros(8, 3), "y": torch.zeros(8)})
         8
+        >>> count_samples(([torch.zeros(3, 9, 9)] * 4, [{"boxes": torch.zeros(2, 4)}] * 4))
+        4
         >>> count_samples((torch.zeros(8, 3), torch.zeros(2, 5))) is None
         True
     """
-    sizes = set(_sizes(batch))
-    return sizes.pop() if len(sizes) == 1 else None
+    layout = _layout(batch)
+    return None if layout is None else layout[0]
 
 
-def _sizes(value: Any) -> Iterator[int]:
+def split_batch(batch: Any, k: int) -> list[Any]:
+    """Cut a batch into `k` batches of the same types along its batch dimension.
+
+    Tensors are views of the batch's. What has no batch dimension (scalars, strings, `None`) is in
+    each part. The first parts have one sample more where `k` doesn't divide the number of samples.
+
+    Args:
+        batch: A batch as a loader gives it; see `count_samples` for what is understood.
+        k: Number of parts.
+
+    Returns:
+        The parts, in order; their samples put together are the batch's.
+
+    Raises:
+        TypeError: The samples can't be told.
+        ValueError: There are fewer samples than parts.
+
+    Example:
+        >>> import torch
+        >>> [len(part["x"]) for part in split_batch({"x": torch.zeros(5, 3)}, 2)]
+        [3, 2]
+    """
+    layout = _layout(batch)
+    if layout is None:
+        raise TypeError(
+            f"`batch` must hold tensors that agree in their first dimension, got a "
+            f"`{type(batch).__name__}` whose samples can't be told: split it with a function of "
+            "your own."
+        )
+    samples, lists_hold_samples = layout
+    if not 1 <= k <= samples:
+        raise ValueError(f"`k` must be from 1 to the {samples} samples of the batch, got {k}.")
+    part, extra = divmod(samples, k)
+    ends = [(i + 1) * part + min(i + 1, extra) for i in range(k)]
+    return [
+        _slice(batch, start, end, lists_hold_samples)
+        for start, end in zip([0, *ends], ends, strict=False)
+    ]
+
+
+def _layout(batch: Any) -> tuple[int, bool] | None:
+    """Return the number of samples, and whether lists hold one sample an item."""
+    for lists_hold_samples in (False, True):
+        sizes = set(_sizes(batch, lists_hold_samples))
+        if len(sizes) == 1:
+            return sizes.pop(), lists_hold_samples
+    return None
+
+
+def _sizes(value: Any, lists_hold_samples: bool, depth: int = 0) -> Iterator[int]:
     if isinstance(value, Tensor):
         if value.dim():
             yield len(value)
     elif isinstance(value, PackedSequence):
         yield int(value.batch_sizes[0])
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _sizes(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from _sizes(getattr(value, field.name))
-    elif isinstance(value, list | tuple):
-        if value and all(isinstance(item, str | bytes | int | float) for item in value):
-            yield len(value)
+    elif _holds_samples(value, lists_hold_samples, depth):
+        yield len(value)
+    else:
+        for _, item in _items(value):
+            yield from _sizes(item, lists_hold_samples, depth + 1)
+
+
+def _slice(value: Any, start: int, end: int, lists_hold_samples: bool, depth: int = 0) -> Any:
+    if isinstance(value, Tensor):
+        return value[start:end] if value.dim() else value
+    if isinstance(value, PackedSequence):
+        return _slice_packed(value, start, end)
+    if _holds_samples(value, lists_hold_samples, depth):
+        return value[start:end]
+    items = list(_items(value))
+    if not items:
+        return value
+    cut = [(key, _slice(item, start, end, lists_hold_samples, depth + 1)) for key, item in items]
+    return _rebuild(value, cut)
+
+
+def _slice_packed(value: PackedSequence, start: int, end: int) -> PackedSequence:
+    padded, lengths = pad_packed_sequence(value, batch_first=True)
+    part, part_lengths = padded[start:end], lengths[start:end]
+    return pack_padded_sequence(part, part_lengths, batch_first=True, enforce_sorted=False)
+
+
+def _holds_samples(value: Any, lists_hold_samples: bool, depth: int) -> bool:
+    """Tell a list of samples from a container of what the samples consist of."""
+    if type(value) not in (list, tuple) or not value:
+        return False
+    if all(isinstance(item, str | bytes | int | float) for item in value):
+        return True
+    return lists_hold_samples and (depth > 0 or all(isinstance(x, Mapping) for x in value))
+
+
+def _items(value: Any) -> Iterable[tuple[Any, Any]]:
+    """Return what a container holds, by key, field or position; nothing for what is none."""
+    if isinstance(value, Mapping):
+        return value.items()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    return enumerate(value) if isinstance(value, list | tuple) else ()
+
+
+def _rebuild(value: Any, items: list[tuple[Any, Any]]) -> Any:
+    """Return a container like `value` that holds other items."""
+    if isinstance(value, tuple):
+        make: Callable[..., Any] = type(value)
+        parts = [item for _, item in items]
+        return make(*parts) if hasattr(value, "_fields") else make(parts)
+    if isinstance(value, list):
+        return type(value)(item for _, item in items)
+    part = copy.copy(value)
+    if isinstance(value, Mapping):
+        if hasattr(value, "data") and isinstance(value.data, dict):  # UserDict shares it on copy
+            part.data = dict(items)
         else:
-            for item in value:
-                yield from _sizes(item)
+            for key, item in items:
+                part[key] = item
+    else:
+        for name, item in items:
+            object.__setattr__(part, name, item)  # frozen dataclasses too
+    return part

@@ -5,9 +5,10 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from torch.nn.utils.rnn import pack_sequence
+from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 from transformers import BatchEncoding
 
+from lightning_memopt import split_batch
 from lightning_memopt.core.batches import count_samples
 
 
@@ -36,6 +37,10 @@ X, Y = torch.zeros(6, 3), torch.zeros(6)
         {"x": {"deep": [X, (Y,)]}},
         BatchEncoding({"input_ids": X, "labels": Y}),
         [X, ["a", "b", "c", "d", "e", "f"]],
+        (
+            [torch.zeros(3, n, n) for n in range(6)],
+            [{"boxes": torch.zeros(n, 4)} for n in range(6)],
+        ),
         pack_sequence([torch.zeros(n, 2) for n in (5, 4, 3, 2, 1, 1)]),
     ],
     ids=lambda batch: type(batch).__name__,
@@ -51,3 +56,65 @@ def test_samples_are_counted_in_whatever_holds_them(batch):
 )
 def test_what_cannot_be_told_is_none(batch):
     assert count_samples(batch) is None
+
+
+@pytest.mark.parametrize(("k", "sizes"), [(1, [7]), (2, [4, 3]), (3, [3, 2, 2]), (7, [1] * 7)])
+def test_parts_are_as_equal_as_can_be_and_together_the_batch(k, sizes):
+    x = torch.arange(14.0).reshape(7, 2)
+    parts = split_batch(x, k)
+    assert [len(part) for part in parts] == sizes
+    assert torch.equal(torch.cat(parts), x)
+    assert all(part.untyped_storage().data_ptr() == x.data_ptr() for part in parts)
+
+
+def test_parts_have_the_types_of_the_batch():
+    mean, words = torch.tensor(0.5), ["a", "b", "c", "d", "e", "f"]
+    x = torch.arange(6.0)
+    batch = {
+        "pair": Pair(x, x),
+        "fields": Fields(x),
+        "list": [x, (x, None)],
+        "encoding": BatchEncoding({"input_ids": x}),
+        "mean": mean,
+        "words": words,
+    }
+    first, second = split_batch(batch, 2)
+    assert [type(value) for value in first.values()] == [type(value) for value in batch.values()]
+    for part, expected in ((first, x[:3]), (second, x[3:])):
+        found = [
+            *part["pair"],
+            part["fields"].x,
+            part["list"][0],
+            part["list"][1][0],
+            part["encoding"]["input_ids"],
+        ]
+        assert all(torch.equal(tensor, expected) for tensor in found)
+        assert part["mean"] is mean
+        assert part["fields"].name == "no sample"
+    assert (first["words"], second["words"]) == (words[:3], words[3:])
+    assert len(batch["encoding"]["input_ids"]) == 6  # the batch is as it was
+
+
+def test_lists_of_samples_are_cut_between_samples():
+    images = [torch.full((3, n + 1, 4), float(n)) for n in range(3)]
+    targets = [{"boxes": torch.zeros(n, 4)} for n in range(3)]
+    first, second = split_batch((images, targets), 2)
+    assert first[0] == images[:2]
+    assert second[1] == targets[2:]
+
+
+def test_packed_sequences_are_cut_between_sequences():
+    sequences = [torch.arange(2.0 * n).reshape(n, 2) for n in (2, 5, 3)]
+    parts = split_batch(pack_sequence(sequences, enforce_sorted=False), 2)
+    found = [sequence for part in parts for sequence in unpack_sequence(part)]
+    assert len(found) == 3
+    assert all(torch.equal(a, b) for a, b in zip(found, sequences, strict=True))
+
+
+def test_what_cannot_be_cut_is_refused_with_its_type():
+    with pytest.raises(TypeError, match=r"`batch`.*`object`.*split it with a function"):
+        split_batch(object(), 2)
+    with pytest.raises(ValueError, match="`k` must be from 1 to the 6 samples of the batch, got 7"):
+        split_batch(X, 7)
+    with pytest.raises(ValueError, match="got 0"):
+        split_batch(X, 0)
