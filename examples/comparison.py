@@ -20,36 +20,42 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from rich.console import Console
 from rich.table import Table
 
-from lightning_memopt import read_memory
+from lightning_memopt import MemoryMonitor, read_memory
 
 WARM_UP_STEPS = 3
+COMPARED_STEPS = 12
 MIB = 2**20
 
 
 class Probe(Callback):
     """Notes the time of each optimizer step and the exact bytes that one batch keeps for backward.
 
-    Put it last in `callbacks`, so that a step includes what the others do.
+    The peak is that of the first steps, so that a short run and a long one compare: resident memory
+    creeps up. Put it last in `callbacks`, so that a step includes what the others do.
     """
 
     def __init__(self) -> None:
         self.start_bytes = 0
+        self._peak: int | None = None
         self._kept: dict[int, int] = {}
         self._ends: list[float] = []
         self._steps = 0
         self._hooks: Any = None
 
     def figures(self) -> dict[str, Any]:
-        """Return bytes before the first step, bytes kept for backward, and a step's median ms."""
+        """Return the device, the peak, what was there before, what is kept, and a step's ms."""
         ends = self._ends[WARM_UP_STEPS:] if len(self._ends) > WARM_UP_STEPS + 1 else self._ends
         steps = [1000 * (after - before) for before, after in pairwise(ends)]
         return {
+            "device": self.monitor.summary()["device"],
+            "peak_bytes": self._peak or self.monitor.summary()["peak_bytes"],
             "start_bytes": self.start_bytes,
             "kept_bytes": sum(self._kept.values()),
             "step_ms": statistics.median(steps),
         }
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.monitor = next(c for c in trainer.callbacks if isinstance(c, MemoryMonitor))
         memory = read_memory(trainer.strategy.root_device)
         on_cpu = trainer.strategy.root_device.type == "cpu"
         self.start_bytes = memory.reserved if on_cpu else memory.allocated
@@ -80,6 +86,8 @@ class Probe(Callback):
         if trainer.strategy.root_device.type != "cpu":
             torch.accelerator.synchronize()
         self._ends.append(time.perf_counter())
+        if self._steps == COMPARED_STEPS:
+            self._peak = self.monitor.summary()["peak_bytes"]
 
 
 def in_fresh_process(train: Callable[..., dict[str, Any]], **options: Any) -> dict[str, Any]:
@@ -93,7 +101,9 @@ def print_comparison(
 ) -> None:
     """Print both runs' figures side by side, then the scores of the run with the suite."""
     kind = "resident memory of the process" if suite["device"] == "cpu" else "allocated memory"
-    table = Table(title=title, caption=f"Peak: {kind} on {suite['device']}.")
+    table = Table(
+        title=title, caption=f"Peak: {kind} on {suite['device']}, in {COMPARED_STEPS} steps."
+    )
     table.add_column("")
     table.add_column("with the suite", justify="right")
     table.add_column("without", justify="right")

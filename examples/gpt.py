@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from comparison import Probe, in_fresh_process, print_comparison
+from comparison import COMPARED_STEPS, Probe, in_fresh_process, print_comparison
 from lightning.pytorch import (
     Callback,
     LightningDataModule,
@@ -118,7 +118,7 @@ class GPT(LightningModule):
 class SourceData(LightningDataModule):
     """The modules at the top of the standard library, cut into windows; every tenth is held out."""
 
-    def __init__(self, windows: int, batch_size: int = 16, context: int = 128) -> None:
+    def __init__(self, windows: int, batch_size: int = 8, context: int = 128) -> None:
         super().__init__()
         self.windows, self.batch_size, self.context = windows, batch_size, context
 
@@ -161,7 +161,7 @@ def train(with_suite: bool, args: argparse.Namespace) -> dict[str, Any]:
     probe = Probe()
     trainer = Trainer(
         max_epochs=1,
-        max_steps=-1 if with_suite else 12,
+        max_steps=-1 if with_suite else COMPARED_STEPS,
         limit_val_batches=None if with_suite else 0,
         num_sanity_val_steps=0,
         log_every_n_steps=1,
@@ -174,10 +174,7 @@ def train(with_suite: bool, args: argparse.Namespace) -> dict[str, Any]:
     batch_size = args.batch_size * (1 if with_suite else ACCUMULATED)
     model = GPT()
     trainer.fit(model, SourceData(args.windows, batch_size, model.context))
-    memory = callbacks[0].summary()
     return {
-        "device": memory["device"],
-        "peak_bytes": memory["peak_bytes"],
         "loss": float(trainer.callback_metrics.get("val/loss", torch.nan)),
         "sample": model.eval().write("def ", length=args.sample) if with_suite else "",
         **probe.figures(),
@@ -186,15 +183,15 @@ def train(with_suite: bool, args: argparse.Namespace) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--windows", type=int, default=4800, help="pieces of text to train on")
-    parser.add_argument("--batch-size", type=int, default=16, help="windows on the device at once")
+    parser.add_argument("--windows", type=int, default=6400, help="pieces of text to train on")
+    parser.add_argument("--batch-size", type=int, default=8, help="windows at once")
     parser.add_argument("--sample", type=int, default=300, help="characters to write at the end")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--logdir", default="logs/gpt")
     parser.add_argument("--fast", action="store_true", help="a few batches only, to try it out")
     args = parser.parse_args(argv)
     if args.fast:
-        args.windows, args.sample = 200, 20
+        args.windows, args.sample = 96, 20
 
     figures = train(with_suite=True, args=args)
     plain = in_fresh_process(train, with_suite=False, args=args)

@@ -16,7 +16,7 @@ import warnings
 from typing import Any
 
 import torch
-from comparison import Probe, in_fresh_process, print_comparison
+from comparison import COMPARED_STEPS, Probe, in_fresh_process, print_comparison
 from lightning.pytorch import (
     Callback,
     LightningDataModule,
@@ -121,7 +121,7 @@ def train(with_suite: bool, args: argparse.Namespace) -> dict[str, Any]:
     probe = Probe()
     trainer = Trainer(
         max_epochs=1 if args.fast else args.epochs,
-        max_steps=-1 if with_suite else 12,
+        max_steps=-1 if with_suite else COMPARED_STEPS,
         limit_train_batches=12 if args.fast else None,
         limit_val_batches=(2 if args.fast else None) if with_suite else 0,
         num_sanity_val_steps=0,
@@ -134,14 +134,8 @@ def train(with_suite: bool, args: argparse.Namespace) -> dict[str, Any]:
     )
     data = DigitsData(args.batch_size * (1 if with_suite else ACCUMULATED))
     trainer.fit(DigitsModel(), data)
-    memory = callbacks[0].summary()
     accuracy = trainer.callback_metrics.get("val/accuracy", torch.nan)
-    return {
-        "device": memory["device"],
-        "peak_bytes": memory["peak_bytes"],
-        "accuracy": float(accuracy),
-        **probe.figures(),
-    }
+    return {"accuracy": float(accuracy), **probe.figures()}
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -37,6 +37,11 @@ def is_window_end(trainer: pl.Trainer) -> bool:
     return not trainer.fit_loop._should_accumulate()
 
 
+def is_within_epoch(trainer: pl.Trainer) -> bool:
+    """Return whether a resumed run goes on in the middle of an epoch."""
+    return 0 <= trainer.fit_loop.epoch_loop.batch_idx < trainer.num_training_batches - 1
+
+
 def unscales_itself(optimizer: Optimizer) -> bool:
     """Return whether an optimizer takes scaled gradients, as the fused ones do.
 

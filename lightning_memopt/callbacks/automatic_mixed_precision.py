@@ -37,7 +37,8 @@ class AutomaticMixedPrecision(ToggledCallback):
 
     Args:
         precision: `"auto"`, or by name `"bf16-mixed"`, `"16-mixed"` or `"32-true"`.
-        start_epoch: First epoch in that precision, counted from 0; epochs before it are fp32.
+        start_epoch: First epoch in that precision, counted from 0; epochs before it are fp32. An
+            evaluation of its own (`trainer.validate`) is always in that precision.
         hold_lr_on_skip: Whether schedules that step with the optimizer stay where they are when the
             scaler skipped the step.
 
@@ -55,7 +56,7 @@ class AutomaticMixedPrecision(ToggledCallback):
     owns = "the precision plugin"
     _plugin: MixedPrecision | None = None
     _between_windows = True
-    _last_scaler: dict[str, Any] = {}
+    _last_scaler: dict[str, Any] | None = None
 
     def __init__(
         self,
@@ -76,9 +77,9 @@ class AutomaticMixedPrecision(ToggledCallback):
         plain = trainer.strategy.precision_plugin
         if type(plain) is not Precision:
             raise MisconfigurationException(
-                f"`AutomaticMixedPrecision` sets the precision, but the Trainer's is already "
-                f"{trainer.precision!r}: remove `Trainer(precision=...)` (or its plugin), or this "
-                "callback."
+                "`AutomaticMixedPrecision` sets the precision, but the Trainer's plugin is already "
+                f"`{type(plain).__name__}` ({trainer.precision!r}): remove it from the Trainer "
+                "(`precision=`, `plugins=`, or a strategy that brings its own), or this callback."
             )
         if self.hold_lr_on_skip and not pl_module.automatic_optimization:
             raise MisconfigurationException(
@@ -91,10 +92,11 @@ class AutomaticMixedPrecision(ToggledCallback):
             if self.precision == "auto"
             else PrecisionChoice(self.precision, "as asked for")
         )
-        since = f" from epoch {self.start_epoch}" if self.start_epoch else ""
+        since = f" from epoch {self.start_epoch}" if self.start_epoch and stage == "fit" else ""
         rank_zero_info(f"AutomaticMixedPrecision: {choice.precision}{since} ({choice.reason})")
         self._between_windows = True
-        self._last_scaler = {}
+        if stage == "fit":
+            self._last_scaler = None
         if choice.precision == "32-true":
             return
         self._plugin = MixedPrecision(choice.precision, device.type)
@@ -102,7 +104,7 @@ class AutomaticMixedPrecision(ToggledCallback):
         self._writer = PointWriter(trainer)
         trainer.strategy.precision_plugin = self._plugin
         self.undo.callback(setattr, trainer.strategy, "precision_plugin", plain)
-        self.undo.callback(self._let_go)
+        self.undo.callback(self._let_go, keep_scaler=stage == "fit")
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse what would bypass the scaler, and watch the optimizers for it."""
@@ -136,6 +138,10 @@ class AutomaticMixedPrecision(ToggledCallback):
             }
             self._writer.add(values, logged_step(trainer))
 
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """An epoch ends its last window, even if a hook skipped the rest of it."""
+        self._between_windows = True
+
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
@@ -151,9 +157,10 @@ class AutomaticMixedPrecision(ToggledCallback):
         precision = self._plugin.precision if active else "32-true"
         rank_zero_info(f"AutomaticMixedPrecision: {precision} from step {trainer.global_step}")
 
-    def _let_go(self) -> None:
+    def _let_go(self, *, keep_scaler: bool) -> None:
         self._writer.flush()
-        self._last_scaler = self._plugin.state_dict() if self._plugin is not None else {}
+        if keep_scaler and self._plugin is not None:
+            self._last_scaler = self._plugin.state_dict()
         self._plugin = None
         del self._writer  # holds the loggers, which don't pickle
 

@@ -26,6 +26,9 @@ WORDS = (
     "fragmented",
 )
 
+# A vote makes the host wait for the device and for the other ranks.
+_STEPS_BETWEEN_VOTES = 50
+
 
 class EmptyCache(ToggledCallback):
     """Give memory that is reserved but not allocated back to the device, at chosen moments.
@@ -40,7 +43,7 @@ class EmptyCache(ToggledCallback):
         when: One moment or several: `"never"`, `"step"`, `"epoch"`, `"before_validation"`,
             `"after_validation"`, `"before_optimizer_step"`, or `"fragmented"`: after a step in
             which the gap between reserved and allocated is above both limits below. All ranks call
-            at the same step; with several, `"fragmented"` costs a small reduction whenever it looks.
+            at the same step; with several, `"fragmented"` looks at every 50th step at most.
         every: Optimizer steps between two calls of `"step"`, `"before_optimizer_step"` and
             `"fragmented"`. Raising it makes calls rarer.
         above: Share of reserved memory that the gap must exceed for `"fragmented"`, from 0 to 1.
@@ -100,7 +103,8 @@ class EmptyCache(ToggledCallback):
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
         """Call before the optimizer step."""
-        if self._is_due("before_optimizer_step", trainer):
+        again = self._last_step == logged_step(trainer)  # of several optimizers
+        if self._is_due("before_optimizer_step", trainer) and not again:
             self._empty(trainer)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -136,7 +140,7 @@ class EmptyCache(ToggledCallback):
 
     def _is_fragmented(self, trainer: pl.Trainer) -> bool:
         step = logged_step(trainer)
-        if trainer.world_size > 1 and step % self.every:
+        if trainer.world_size > 1 and step % max(self.every, _STEPS_BETWEEN_VOTES):
             return False
         reading = self._reader.read()
         since = None if self._last_step is None else step - self._last_step
@@ -145,7 +149,7 @@ class EmptyCache(ToggledCallback):
             return mine
         # A rank that waits for its device holds all others up: better all at once.
         vote = torch.tensor(float(mine), device=trainer.strategy.root_device)
-        return bool(trainer.strategy.reduce(vote, reduce_op="sum") > 0)
+        return bool(trainer.strategy.all_gather(vote).sum() > 0)
 
     def _empty(self, trainer: pl.Trainer) -> None:
         before = self._reader.read().reserved

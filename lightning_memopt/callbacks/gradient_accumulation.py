@@ -7,25 +7,29 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS
 
-from lightning_memopt.callbacks._base import ToggledCallback, refuse_other_factors
-from lightning_memopt.callbacks._lightning import PointWriter, estimate_steps, logged_step
+from lightning_memopt.callbacks._base import refuse_other_factors
+from lightning_memopt.callbacks._lightning import (
+    PointWriter,
+    estimate_steps,
+    is_within_epoch,
+    logged_step,
+)
+from lightning_memopt.callbacks._weighing import WindowWeighing
 from lightning_memopt.core.accumulation import (
     next_boundary,
     optimizer_steps,
     plan_windows,
-    steps_at,
+    steps_asked,
 )
 from lightning_memopt.core.checks import check_positive_int, check_schedule, check_weigh_by
-from lightning_memopt.core.weights import WindowWeights, correct, weigher
 
 
-class GradientAccumulation(ToggledCallback):
+class GradientAccumulation(WindowWeighing):
     """Step the optimizer once in several batches, with the gradient of the one big batch.
 
     You gain the training of a batch that doesn't fit; you pay the time of the small batches. Unlike
@@ -88,7 +92,8 @@ class GradientAccumulation(ToggledCallback):
             ValueError: `steps` is below one.
         """
         check_positive_int("steps", steps)
-        self._override, self._override_epoch, self._ended = steps, self._epoch, False
+        self._override_epoch = 0 if self._ended else self._epoch
+        self._override, self._ended = steps, False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Set the factor before `configure_optimizers` asks how many steps there will be."""
@@ -99,36 +104,46 @@ class GradientAccumulation(ToggledCallback):
         if self._ended:
             self._override, self._override_epoch, self._epoch = None, 0, 0
         self._restored = None
-        self._warned = False
         self._announced: int | None = None
-        try:
-            self._weights = WindowWeights(weigher(self.weigh_by))
-        except ValueError as error:
-            raise MisconfigurationException(str(error)) from error
+        self.begin_weighing()
+        self._writer = PointWriter(trainer)
         self.undo.callback(self._let_go)
         self.undo.callback(setattr, trainer, "accumulate_grad_batches", 1)
         self._set(trainer, self._wanted(0))
         if isinstance(self.steps, dict):
-            estimate = partial(optimizer_steps, self.steps)
+            estimate = partial(optimizer_steps, self._wanted)
             self._end_estimate = self.undo.callback(estimate_steps(trainer, estimate))
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The schedules are built: give the Trainer its own estimate back."""
         if self._end_estimate is not None:
             self._end_estimate()
+            self._end_estimate = None
+        if self.steps != 1 and any(
+            isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers
+        ):
+            raise MisconfigurationException(
+                "`GradientAccumulation` can't be exact with `LBFGS`, which evaluates the last "
+                "batch of a window several times: use `steps=1` or another optimizer."
+            )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Say what the windows of an epoch are, or with what a resumed run goes on."""
         self._epoch = trainer.current_epoch
-        now, resumed = self._wanted(self._epoch), ""
+        resumed = ""
         if self._restored is not None:
-            # Gradients aren't in a checkpoint, so any factor could begin: the same goes on.
-            now, resumed = self._restored["factor"], "resumed with "
             self._override = self._restored["override"]
             self._override_epoch = self._restored["override_epoch"]
-            self._weights.reference = self._restored["reference"]
-        self._set(trainer, now)
-        PointWriter(trainer).add({"accumulation/steps": float(now)}, logged_step(trainer))
+            self.weights.reference = self._restored["reference"]
+            resumed = "resumed with "
+        now = self._wanted(self._epoch)
+        if self._restored is None:
+            self._set(trainer, now)
+        else:
+            # Lightning checks with it where the checkpoint was made; the first batch may change it.
+            self._set(trainer, self._restored["factor"])
+            now = self._restored["factor"] if is_within_epoch(trainer) else now
+        self._writer.add({"accumulation/steps": float(now)}, logged_step(trainer))
         batches = trainer.num_training_batches
         if batches == float("inf"):
             windows = f"{now} batches a window of an unknown number, as the loader has no length"
@@ -147,34 +162,10 @@ class GradientAccumulation(ToggledCallback):
     ) -> None:
         """Change the factor where a window of both lengths begins, and weigh the batch."""
         self._epoch = trainer.current_epoch
-        begins = isinstance(self.steps, dict) and self._epoch in self.steps
-        if begins and self._epoch > self._override_epoch:
-            self._override = None
         now, wanted = trainer.accumulate_grad_batches, self._wanted(self._epoch)
         if now != wanted:
             self._change(trainer, batch_idx, now, wanted)
-        self._weigh(trainer, batch)
-
-    def on_before_zero_grad(self, *_: Any) -> None:
-        """Start to count a window with its gradients."""
-        self._weights.begin()
-
-    def on_before_backward(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
-    ) -> None:
-        """Let the batch count for what it weighs."""
-        self._weights.scale(loss)
-
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
-        """Turn the sum of the window into its mean: after unscaling, before clipping."""
-        total = self._weights.total
-        if trainer.world_size > 1 and self.weigh_by != "batches":
-            mine = torch.as_tensor(total, device=trainer.strategy.root_device, dtype=torch.float32)
-            total = trainer.strategy.reduce(mine, reduce_op="mean")
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
-        correct(parameters, trainer.accumulate_grad_batches, total)
+        self.weigh(trainer, batch)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the factor in force, for the checkpoint."""
@@ -185,7 +176,7 @@ class GradientAccumulation(ToggledCallback):
             "factor": self._factor,
             "override": self._override,
             "override_epoch": self._override_epoch,
-            "reference": self._weights.reference,
+            "reference": self.weights.reference,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -201,7 +192,7 @@ class GradientAccumulation(ToggledCallback):
     def _wanted(self, epoch: int) -> int:
         if not self.enabled:
             return 1
-        return self._override or steps_at(self.steps, epoch)
+        return steps_asked(self.steps, epoch, self._override, self._override_epoch)
 
     def _set(self, trainer: pl.Trainer, factor: int) -> None:
         trainer.accumulate_grad_batches = self._factor = factor
@@ -218,30 +209,16 @@ class GradientAccumulation(ToggledCallback):
             return
         self._announced = None
         self._set(trainer, wanted)
-        PointWriter(trainer).add({"accumulation/steps": float(wanted)}, logged_step(trainer))
+        self._writer.add({"accumulation/steps": float(wanted)}, logged_step(trainer))
         rank_zero_info(
             f"GradientAccumulation: {wanted} batches a window applied at batch {batch_idx} of "
             f"epoch {self._epoch}, before {now}; schedules that step with the optimizer keep the "
             "length they were built with"
         )
 
-    def _weigh(self, trainer: pl.Trainer, batch: Any) -> None:
-        if trainer.accumulate_grad_batches == 1 and trainer.world_size == 1:
-            self._weights.take(None)
-            return
-        weight = self._weights.weigh(batch)
-        if weight is None and not self._warned:
-            self._warned = True
-            rank_zero_warn(
-                f"The number of samples in a `{type(batch).__name__}` can't be told, so every "
-                'batch counts the same, as `weigh_by="batches"`: pass a function from the batch to '
-                "its weight as `weigh_by`."
-            )
-        if self._weights.reference is None:
-            first = 1.0 if weight is None else float(weight)
-            self._weights.reference = trainer.strategy.broadcast(first or 1.0)
-        self._weights.take(weight)
-
     def _let_go(self) -> None:
         # What was asked for stays until the next run: a checkpoint of a failure still needs it.
         self._ended = True
+        self._end_estimate = None
+        self._writer.flush()
+        del self._writer  # holds the loggers, which don't pickle

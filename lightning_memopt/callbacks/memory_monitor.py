@@ -69,6 +69,8 @@ class MemoryMonitor(SuiteCallback):
 
     _memory: StepMemory | None = None
     _summary: dict[str, Any] = {}
+    _before: dict[str, Any] = {}
+    _eval_batches: Counter[str]
     _device = ""
     _steps = 0
 
@@ -90,7 +92,9 @@ class MemoryMonitor(SuiteCallback):
         """
         if self._memory is not None:
             figures = self._memory.summary()
-            self._summary = {"device": self._device, "steps": self._steps, **figures}
+            own = {"device": self._device, "steps": self._steps, **figures}
+            phases = {**figures["phases"], **self._before.get("phases", {})}
+            self._summary = own | self._before | {"phases": phases}
         return dict(self._summary)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -100,7 +104,10 @@ class MemoryMonitor(SuiteCallback):
         self._device = str(device)
         self._steps = 0
         self._in_step = self._saw_backward = False
-        self._eval_batches: Counter[str] = Counter()
+        if stage == "fit" or not self._summary:
+            self._before, self._eval_batches = {}, Counter()
+        else:  # an evaluation of its own adds to the figures of the fit, and to its curves
+            self._before = {k: v for k, v in self._summary.items() if self._summary["steps"]}
         self._writer = PointWriter(trainer)
         self._memory = StepMemory(device)
         self.undo.enter_context(watched_resets())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 
@@ -66,6 +66,23 @@ def steps_at(steps: int | Mapping[int, int], epoch: int) -> int:
     return steps[max(begun)] if begun else 1
 
 
-def optimizer_steps(steps: int | Mapping[int, int], batches: int, epochs: int) -> int:
-    """Return the optimizer steps of a whole run."""
-    return sum(plan_windows(batches, steps_at(steps, epoch)).count for epoch in range(epochs))
+def steps_asked(
+    steps: int | Mapping[int, int], epoch: int, asked: int | None, asked_in: int
+) -> int:
+    """Return the window length of an epoch where another was asked for in an earlier one.
+
+    What was asked for holds until the next entry of a schedule begins.
+
+    Example:
+        >>> [steps_asked({0: 8, 4: 2}, epoch, 3, asked_in=1) for epoch in (1, 3, 4)]
+        [3, 3, 2]
+    """
+    starts = [] if isinstance(steps, int) else steps
+    if asked is None or any(asked_in < start <= epoch for start in starts):
+        return steps_at(steps, epoch)
+    return asked
+
+
+def optimizer_steps(steps: Callable[[int], int], batches: int, epochs: int) -> int:
+    """Return the optimizer steps of a whole run, `steps` being the window length of an epoch."""
+    return sum(plan_windows(batches, steps(epoch)).count for epoch in range(epochs))

@@ -61,6 +61,7 @@ class Replay:
     def first(self) -> Iterator[None]:
         """Run the block for real and note what it changes."""
         self._python, self._numpy = _random_states()
+        self._parameters = self._parameter_versions()
         before = {slot: self._look(slot) for slot in self._buffers()}
         yield
         for slot, seen in before.items():
@@ -75,21 +76,32 @@ class Replay:
     @contextmanager
     def again(self) -> Iterator[None]:
         """Run the block once more, from the same start."""
+        if self._parameters != self._parameter_versions():
+            raise RuntimeError("its parameters were changed in place since")
         if self._lost is not None:
             raise RuntimeError(f"its buffer `{self._lost}` changed, which it never did before")
         states = _random_states()
         slots = [*self._starts, *self._statistics]
         current = [(slot, slot[0]._buffers[slot[1]]) for slot in slots]
+        stand_ins: dict[int, Tensor] = {}  # one for a buffer that several modules share
         try:
             _set_random_states(self._python, self._numpy)
             for (module, name), tensor in current:
                 start = self._starts.get((module, name), tensor)
-                module._buffers[name] = None if start is None else start.clone()
+                if start is None:
+                    module._buffers[name] = None
+                elif tensor is None:
+                    module._buffers[name] = start.clone()
+                else:
+                    module._buffers[name] = stand_ins.setdefault(id(tensor), start.clone())
             yield
         finally:
             for (module, name), tensor in current:
                 module._buffers[name] = tensor
             _set_random_states(*states)
+
+    def _parameter_versions(self) -> list[int]:
+        return versions_of(p for module in self._modules for p in module._parameters.values())
 
     def _buffers(self) -> list[Slot]:
         """List the buffers whose changes must be looked for."""

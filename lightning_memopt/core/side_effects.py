@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from torch import nn
 from torchmetrics import Metric
 
+_SWITCHES = ("gradient_checkpointing", "grad_checkpointing")  # of transformers, of timm
+
 
 def counting_twice(model: nn.Module, names: Iterable[str]) -> list[str]:
     """Name the modules inside blocks that have forward hooks, and the metrics.
@@ -30,7 +32,7 @@ def counting_twice(model: nn.Module, names: Iterable[str]) -> list[str]:
 
 
 def own_checkpointing(model: nn.Module) -> dict[str, bool]:
-    """Find models with a checkpointing switch of their own that is on (as in transformers).
+    """Find models whose own checkpointing switch is on, as transformers and timm have.
 
     Args:
         model: Any module.
@@ -41,7 +43,7 @@ def own_checkpointing(model: nn.Module) -> dict[str, bool]:
     """
     found: dict[str, bool] = {}
     for name, module in model.named_modules():
-        is_on = getattr(module, "gradient_checkpointing", False) is True
+        is_on = any(getattr(module, switch, False) is True for switch in _SWITCHES)
         if is_on and not any(name == outer or name.startswith(f"{outer}.") for outer in found):
             found[name] = module.training
     return found

@@ -662,3 +662,14 @@ def test_the_model_is_left_as_it_was():
     assert [type(module) for module in model.modules()] == kinds
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert isinstance(model.head, nn.Linear)
+
+
+def test_an_evaluation_after_a_fit_leaves_the_scale_of_the_fit(tmp_path):
+    trainer = make_trainer(AutomaticMixedPrecision("16-mixed"))
+    model = Skips(bad=(3, 4))
+    model.validation_step = lambda batch, batch_idx: None
+    trainer.fit(model)
+    trainer.validate(model, Blocks().val_dataloader(), verbose=False)
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    state = torch.load(tmp_path / "run.ckpt", weights_only=True)
+    assert state["MixedPrecision"]["scale"] == FIRST_SCALE / 4

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import re
 import warnings
 from pathlib import Path
@@ -14,8 +15,10 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     OnExceptionCheckpoint,
 )
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -919,3 +922,45 @@ def test_over_two_ranks_parameters_stay_equal(ranks):
 def test_over_two_ranks_full_windows_of_equal_batches_are_bit_equal_to_lightnings(ranks):
     assert not torch.equal(ranks[0]["stock"], Regression([]).w)
     assert torch.equal(ranks[0]["ours"], ranks[0]["stock"])
+
+
+def test_the_factor_in_force_is_a_curve_in_tensorboard(tmp_path):
+    logger = TensorBoardLogger(tmp_path, name="run", version="")
+    trainer = make_trainer(GradientAccumulation({0: 2, 1: 4}), logger=logger, max_epochs=2)
+    trainer.fit(Unit(n=8))
+    events = EventAccumulator(str(tmp_path / "run")).Reload()
+    points = [(event.step, event.value) for event in events.Scalars("accumulation/steps")]
+    assert points == [(0, 2), (4, 4)]
+
+
+def test_after_a_fit_with_a_schedule_it_pickles():
+    accumulation = GradientAccumulation({0: 2, 1: 4})
+    make_trainer(accumulation, max_epochs=2).fit(Unit(n=8))
+    assert pickle.loads(pickle.dumps(accumulation)).steps == {0: 2, 1: 4}
+
+
+@pytest.mark.parametrize(("asked", "steps"), [("set", 8), ("disabled", 16), ("nothing", 2)])
+def test_schedules_are_as_long_as_what_was_asked_before_the_fit(asked, steps):
+    class Scheduled(Unit):
+        def configure_optimizers(self):
+            self.estimate = self.trainer.estimated_stepping_batches
+            return super().configure_optimizers()
+
+    accumulation, model = GradientAccumulation({0: 8}), Scheduled(n=16)
+    if asked == "set":
+        accumulation.set_steps(2)
+    elif asked == "disabled":
+        accumulation.disable()
+    trainer = make_trainer(accumulation)
+    trainer.fit(model)
+    assert trainer.global_step == model.estimate == steps
+
+
+def test_lbfgs_is_refused_unless_every_batch_is_a_window():
+    class Quasi(Unit):
+        def configure_optimizers(self):
+            return torch.optim.LBFGS([self.w])
+
+    with pytest.raises(MisconfigurationException, match="`LBFGS`"):
+        make_trainer(GradientAccumulation(2)).fit(Quasi())
+    make_trainer(GradientAccumulation(1)).fit(Quasi())

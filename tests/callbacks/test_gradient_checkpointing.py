@@ -936,6 +936,7 @@ def test_a_compiled_model_trains_as_without_and_keeps_less(how, lines):
 
     ends = []
     for callbacks in ([], [GradientCheckpointing()]):
+        torch.compiler.reset()  # what other tests compiled counts towards a limit
         model = build(Compiled)
         fitted = model
         if how == "whole":

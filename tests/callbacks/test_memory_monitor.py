@@ -648,6 +648,19 @@ def test_two_monitors_measure_the_same():
     assert first.summary()["peak_bytes"] == second.summary()["peak_bytes"]
 
 
+def test_resets_by_other_code_are_watched_while_it_runs_and_no_longer():
+    stock, seen = torch.cuda.reset_peak_memory_stats, []
+
+    class Model(Unit):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            seen.append(torch.cuda.reset_peak_memory_stats)
+            return super().training_step(batch, batch_idx)
+
+    monitored(Model(n=2))
+    assert [function.__wrapped__ for function in seen] == [stock] * 2
+    assert torch.cuda.reset_peak_memory_stats is stock
+
+
 # What a user sees
 
 
@@ -934,3 +947,17 @@ def test_arguments_are_kept_under_their_names():
         "phases": False,
         "verbose": False,
     }
+
+
+def test_evaluations_after_a_fit_add_to_its_figures_and_curves():
+    monitor, recorder, model = MemoryMonitor(verbose=False), Recorder(), Blocks(n=8)
+    trainer = make_trainer(monitor, logger=recorder)
+    trainer.fit(model)
+    fitted = monitor.summary()
+    for _ in range(2):
+        trainer.validate(model, verbose=False)
+    trainer.test(model, verbose=False)
+    assert recorder.steps("memory_val/allocated_gib") == list(range(6))
+    assert monitor.summary()["steps"] == fitted["steps"] == 2
+    assert monitor.summary()["peak_bytes"] == fitted["peak_bytes"]
+    assert set(monitor.summary()["phases"]) == {*fitted["phases"], "test"}

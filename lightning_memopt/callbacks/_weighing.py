@@ -1,0 +1,81 @@
+"""The weights of an accumulation window, in the hooks of a Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_memopt.callbacks._base import ToggledCallback
+from lightning_memopt.core.weights import WindowWeights, correct, weigher
+
+
+class WindowWeighing(ToggledCallback):
+    """Gives each batch its weight in a window, and the window the gradient of its mean.
+
+    Attributes:
+        weigh_by: How a batch is weighed, as the user wrote it.
+        weights: Those of the window at hand. Made by `begin_weighing`.
+    """
+
+    weigh_by: str | Callable[[Any], float | Tensor]
+    weights: WindowWeights
+    _warned = False
+
+    def begin_weighing(self) -> None:
+        """Start a run.
+
+        Raises:
+            MisconfigurationException: `weigh_by` is a name that leads to nothing.
+        """
+        self._warned = False
+        try:
+            self.weights = WindowWeights(weigher(self.weigh_by))
+        except ValueError as error:
+            raise MisconfigurationException(str(error)) from error
+
+    def weigh(self, trainer: pl.Trainer, batch: Any) -> None:
+        """Weigh the batch that comes now."""
+        if trainer.accumulate_grad_batches == 1 and trainer.world_size == 1:
+            self.weights.take(None)
+            return
+        weight = self.weights.weigh(batch)
+        if weight is None and not self._warned:
+            self._warned = True
+            rank_zero_warn(
+                f"The number of samples in a `{type(batch).__name__}` can't be told, so every "
+                'batch counts the same, as `weigh_by="batches"`: pass a function from the batch to '
+                "its weight as `weigh_by`."
+            )
+        if self.weights.reference is None:
+            first = 1.0 if weight is None else float(weight)
+            self.weights.reference = trainer.strategy.broadcast(first or 1.0)
+        self.weights.take(weight)
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        """Start to count a window with its gradients."""
+        self.weights.begin()
+
+    def on_before_backward(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
+    ) -> None:
+        """Let the batch count for what it weighs."""
+        self.weights.scale(loss)
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Turn the sum of the window into its mean: after unscaling, before clipping."""
+        total = self.weights.total
+        if trainer.world_size > 1 and self.weigh_by != "batches":
+            mine = torch.as_tensor(total, device=trainer.strategy.root_device, dtype=torch.float32)
+            # `strategy.reduce` would make the host wait at a barrier.
+            total = trainer.strategy.all_gather(mine).mean()
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        correct(parameters, trainer.accumulate_grad_batches, total)
