@@ -41,10 +41,9 @@ class MemoryMonitor(SuiteCallback):
     sample taken at the boundaries of the phases.
 
     A step begins where the one before it ended, so what comes between, such as moving the batch to
-    the device, is in its forward; validation is not. The peak counter is reset at each boundary.
-    The peak of the run survives that, and also a reset by other code, which is marked in the table
-    and in `summary()`. Several optimizer steps within one batch (manual optimization) count as part
-    of the next forward.
+    the device, is in its forward; validation is not. The peak counter is reset at each boundary;
+    the run's peak survives that, and a reset by other code, which is marked in the table and in
+    `summary()`. Of several optimizer steps in a batch all but the last count into a forward.
 
     Args:
         every_n_steps: Optimizer steps between two points; steps in between are not read, their
@@ -91,9 +90,8 @@ class MemoryMonitor(SuiteCallback):
             device and the number of steps read. Empty before the first run.
         """
         if self._memory is not None:
-            figures = self._memory.summary()
-            own = {"device": self._device, "steps": self._steps, **figures}
-            phases = {**figures["phases"], **self._before.get("phases", {})}
+            own = {"device": self._device, "steps": self._steps, **self._memory.summary()}
+            phases = own["phases"] | self._before.get("phases", {})
             self._summary = own | self._before | {"phases": phases}
         return dict(self._summary)
 

@@ -307,6 +307,19 @@ def test_without_phases_a_step_has_its_whole_peak_and_no_keys_of_phases():
     assert set(monitor.summary()["phases"]) == {"between", "step"}
 
 
+def test_what_comes_between_two_steps_is_in_the_forward_of_the_next():
+    class Between(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+            use_temporarily(TEMPORARY if args[-1] == 0 else 1)
+
+    monitor, recorder = MemoryMonitor(verbose=False), Recorder()
+    before = host_memory.resident_bytes() / GIB
+    make_trainer(monitor, Between(), logger=recorder).fit(Unit(n=3))
+    grown = [peak - before for peak in recorder.values("memory_phase/forward_peak_gib")]
+    assert grown == pytest.approx([0, TEMPORARY / GIB, 0], abs=SLACK_GIB)
+    assert monitor.summary()["peak_phase"] == "forward"
+
+
 # Every way to train
 
 
@@ -566,6 +579,23 @@ def test_training_and_validation_have_each_their_own_peak(phases, kwargs):
     assert monitor.summary()["peak_step"] % 2 == 1
 
 
+def test_an_evaluation_after_a_fit_goes_on_with_its_curves_and_adds_to_the_summary():
+    monitor, recorder, model = MemoryMonitor(verbose=False), Recorder(), Blocks(n=20)
+    trainer = make_trainer(monitor, logger=recorder)
+    trainer.fit(model)
+    fitted = monitor.summary()
+    trainer.validate(model, verbose=False)
+    trainer.test(model, verbose=False)
+    trainer.validate(model, verbose=False)
+    assert recorder.steps("memory_val/allocated_gib") == list(range(15))
+    assert recorder.steps("memory_test/allocated_gib") == list(range(5))
+    summary = monitor.summary()
+    phases = summary.pop("phases")
+    assert set(phases) == {"between", *PHASES, "val", "test"}
+    assert {name: phases[name] for name in fitted["phases"]} == fitted.pop("phases")
+    assert summary == fitted
+
+
 # Phases
 
 
@@ -622,13 +652,16 @@ def test_what_a_phase_uses_is_in_its_peak_and_in_no_other(phase, capsys):
 
 
 def test_what_is_held_is_in_allocated_and_reserved_of_the_steps_after():
+    held: list[Tensor] = []
+
     class Holding(Unit):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
             if batch_idx == 1:
-                self.held = [torch.empty(TEMPORARY, dtype=torch.uint8).fill_(1)]
+                held.append(torch.empty(TEMPORARY, dtype=torch.uint8).fill_(1))
             return super().training_step(batch, batch_idx)
 
     recorder = monitored(Holding(n=3))
+    held.clear()
     for key in (ALLOCATED, "memory/reserved_gib"):
         first, second, third = recorder.values(key)
         assert second - first == pytest.approx(TEMPORARY / GIB, abs=SLACK_GIB)
@@ -947,17 +980,3 @@ def test_arguments_are_kept_under_their_names():
         "phases": False,
         "verbose": False,
     }
-
-
-def test_evaluations_after_a_fit_add_to_its_figures_and_curves():
-    monitor, recorder, model = MemoryMonitor(verbose=False), Recorder(), Blocks(n=8)
-    trainer = make_trainer(monitor, logger=recorder)
-    trainer.fit(model)
-    fitted = monitor.summary()
-    for _ in range(2):
-        trainer.validate(model, verbose=False)
-    trainer.test(model, verbose=False)
-    assert recorder.steps("memory_val/allocated_gib") == list(range(6))
-    assert monitor.summary()["steps"] == fitted["steps"] == 2
-    assert monitor.summary()["peak_bytes"] == fitted["peak_bytes"]
-    assert set(monitor.summary()["phases"]) == {*fitted["phases"], "test"}

@@ -44,33 +44,44 @@ def test_a_phase_that_comes_again_in_a_step_has_its_highest_peak(memory, device)
     assert memory.step_peaks() == {"forward": 70, "backward": 20}
 
 
-def test_what_was_before_a_step_is_not_in_it(memory, device):
-    run_step(memory, device, 0, forward=30)
+def test_what_was_before_the_first_step_is_not_in_it(memory, device):
     device.use(500)
-    run_step(memory, device, 1, forward=20)
-    assert memory.step_peaks() == {"forward": 20}
-    assert memory.phases[BETWEEN] == PhasePeak(500, 1, 0)
+    run_step(memory, device, 0, forward=30)
+    assert memory.step_peaks() == {"forward": 30}
+    assert memory.phases[BETWEEN] == PhasePeak(500, 0, 0)
 
 
 def test_a_step_begins_where_the_one_before_it_ended(memory, device):
-    memory.begin_step(0, 0)
+    run_step(memory, device, 0, forward=30)
     memory.end_step("optimizer", 0, 0)
+    resets = device.resets
     device.use(500)
-    run_step(memory, device, 1, forward=20)
+    memory.begin_step(1, 0)
+    assert device.resets == resets
+    device.use(20)
+    memory.end_phase("forward", 1, 0)
     assert memory.step_peaks() == {"forward": 500}
+    assert memory.phases[BETWEEN] == PhasePeak(0, 0, 0)
 
 
-@pytest.mark.parametrize("interruption", ["evaluation", "epoch", "a step that isn't read"])
-def test_a_step_after_an_interruption_begins_anew(memory, device, interruption):
-    memory.begin_step(0, 0)
+@pytest.mark.parametrize("what", ["skipped step", "evaluation", "epoch", "unfinished step"])
+def test_what_comes_before_a_step_is_not_in_it_when_more_than_a_step_ended(memory, device, what):
+    run_step(memory, device, 0, forward=30)
     memory.end_step("optimizer", 0, 0)
-    if interruption == "evaluation":
+    step = 1
+    if what == "skipped step":
+        step = 2
+    elif what == "evaluation":
         memory.end_other("val", 0, 0)
-    elif interruption == "epoch":
+    elif what == "epoch":
         memory.end_epoch()
+    else:
+        memory.begin_step(1, 0)
+        memory.end_phase("forward", 1, 0)
     device.use(500)
-    run_step(memory, device, 2 if "step" in interruption else 1, forward=20)
+    run_step(memory, device, step, 1, forward=20)
     assert memory.step_peaks() == {"forward": 20}
+    assert memory.phases[BETWEEN] == PhasePeak(500, step, 1)
 
 
 def test_what_interrupts_a_step_is_not_in_it(memory, device):
