@@ -19,7 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from comparison import COMPARED_STEPS, Probe, in_fresh_process, print_comparison
+from comparison import (
+    COMPARED_STEPS,
+    Probe,
+    in_fresh_process,
+    print_comparison,
+    use_half_of_the_cores,
+)
 from lightning.pytorch import (
     Callback,
     LightningDataModule,
@@ -157,6 +163,7 @@ def suite() -> list[Callback]:
 def train(with_suite: bool, args: argparse.Namespace) -> dict[str, Any]:
     """Train once and return the figures; without the suite, one big batch for the small ones."""
     seed_everything(args.seed, verbose=False)
+    use_half_of_the_cores()
     callbacks = suite() if with_suite else [MemoryMonitor(verbose=False)]
     probe = Probe()
     trainer = Trainer(
