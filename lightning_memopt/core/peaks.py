@@ -19,8 +19,10 @@ from typing import Any
 import torch
 
 from lightning_memopt.core.memory import MemoryReader, MemoryReading, memory_reader
+from lightning_memopt.core.units import MIB
 
 _RESET_NAMES = ("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached")
+_RESIDENT_LAG = 64 * MIB
 _counters: dict[torch.device, PeakCounter] = {}
 _watchers = 0
 _unwatch = ExitStack()
@@ -73,7 +75,9 @@ class PeakCounter:
         # Without a counter the samples are all there is: a lower bound.
         sample = reading.allocated if self._counts_allocated else reading.reserved
         peak = sample if reading.peak is None else reading.peak
-        fell = reading.peak is not None and reading.peak < self._least
+        # Linux adds up resident memory from counters that lag: there a small fall means nothing.
+        lag = 0 if self._counts_allocated else _RESIDENT_LAG
+        fell = reading.peak is not None and reading.peak < self._least - lag
         for span in self._open_spans():
             span.peak = max(span.peak, peak)
             span.interrupted |= fell
