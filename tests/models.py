@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -24,6 +25,33 @@ def make_trainer(*callbacks: pl.Callback, **kwargs: Any) -> pl.Trainer:
         "enable_model_summary": False,
     }
     return pl.Trainer(callbacks=list(callbacks), **(defaults | kwargs))
+
+
+class Recorder(Logger):
+    """Keeps every point."""
+
+    name = "recorder"
+    version = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.points: list[tuple[int | None, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.points.append((step, dict(metrics)))
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def of(self, key: str) -> list[tuple[int | None, dict[str, float]]]:
+        """Return the points that have a key."""
+        return [(step, point) for step, point in self.points if key in point]
+
+    def values(self, key: str) -> list[float]:
+        return [point[key] for _, point in self.of(key)]
+
+    def steps(self, key: str) -> list[int | None]:
+        return [step for step, _ in self.of(key)]
 
 
 class Unit(pl.LightningModule):

@@ -9,14 +9,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_memopt.callbacks.automatic_mixed_precision import AutomaticMixedPrecision
 from lightning_memopt.core import precision as precision_module
-from tests.models import Blocks, Unit, make_trainer
+from tests.models import Blocks, Recorder, Unit, make_trainer
 
 DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16, "32-true": torch.float32}
 FIRST_SCALE = 65536.0
@@ -30,26 +29,6 @@ resumed = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path
 def stock(precision: str) -> dict[str, Any]:
     """What gives a Trainer the same precision without the suite."""
     return {"plugins": [MixedPrecision(precision, "cpu")]} if precision != "32-true" else {}
-
-
-class Recorder(Logger):
-    """Keeps every point."""
-
-    name = "recorder"
-    version = 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.points: list[tuple[int, dict[str, float]]] = []
-
-    def log_metrics(self, metrics, step=None):
-        self.points.append((step, dict(metrics)))
-
-    def log_hyperparams(self, params, *args, **kwargs):
-        pass
-
-    def values(self, key: str) -> list[float]:
-        return [metrics[key] for _, metrics in self.points if key in metrics]
 
 
 class Dtypes(Blocks):

@@ -19,12 +19,11 @@ import torch
 import yaml
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 import lightning_memopt
-from tests.models import Blocks, make_trainer
+from tests.models import Blocks, Recorder, make_trainer
 
 # What a constructor can't do without.
 REQUIRED: dict[str, dict[str, Any]] = {"GradientAccumulation": {"steps": 2}}
@@ -166,23 +165,6 @@ class At(Callback):
         if trainer.fit_loop.batch_idx == self.batch_idx:
             self.calls += 1
             self.function(trainer, pl_module)
-
-
-class Recorder(Logger):
-    """Keeps what it is given."""
-
-    name = "recorder"
-    version = 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.points: list[tuple[int | None, dict[str, float]]] = []
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.points.append((step, dict(metrics)))
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        pass
 
 
 def test_the_suite_is_under_this_contract() -> None:

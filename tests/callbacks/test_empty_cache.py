@@ -8,12 +8,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-from lightning.pytorch.loggers import Logger
 
 from lightning_memopt.callbacks.empty_cache import EmptyCache
 from lightning_memopt.core import host_memory
 from lightning_memopt.core.units import GIB, MIB
-from tests.models import Blocks, Unit, make_trainer
+from tests.models import Blocks, Recorder, Unit, make_trainer
 from tests.ranks import make_rank_trainer, run_two_ranks
 
 WORDS = [
@@ -29,24 +28,8 @@ WORDS = [
 pytestmark = pytest.mark.filterwarnings("ignore:.*EmptyCache")
 
 
-class Recorder(Logger):
-    """Keeps every point."""
-
-    name = "recorder"
-    version = 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.points: list[tuple[int, dict[str, float]]] = []
-
-    def log_metrics(self, metrics, step=None):
-        self.points.append((step, dict(metrics)))
-
-    def log_hyperparams(self, params, *args, **kwargs):
-        pass
-
-    def cache_points(self) -> list[tuple[int, dict[str, float]]]:
-        return [point for point in self.points if any(key[:6] == "cache/" for key in point[1])]
+def cache_points(recorder: Recorder) -> list[tuple[int | None, dict[str, float]]]:
+    return [point for point in recorder.points if any(key[:6] == "cache/" for key in point[1])]
 
 
 class Hooks(pl.Callback):
@@ -140,7 +123,7 @@ def test_fragmented_empties_at_most_once_in_so_many_steps(every, events):
     recorder = Recorder()
     callback = EmptyCache("fragmented", every=every, above=0.0, min_gap="1B")
     calls = fit(events, callback, logger=recorder)
-    steps = [step for step, _ in recorder.cache_points()]
+    steps = [step for step, _ in cache_points(recorder)]
     assert len(calls) == len(steps) >= 12 // every
     assert all(later - earlier >= every for earlier, later in pairwise(steps))
 
@@ -185,7 +168,7 @@ def test_freed_memory_leaves_the_process():
     after = host_memory.resident_bytes()
     assert before - kept < 16 * MIB
     assert kept - after > 200 * MIB
-    [(_, values)] = recorder.cache_points()
+    [(_, values)] = cache_points(recorder)
     assert 200 * MIB < values["cache/freed_gib"] * GIB < 300 * MIB
     assert hole.last
 
@@ -213,7 +196,7 @@ def test_fragmented_empties_once_there_is_a_gap_and_not_before(events):
 def test_each_call_logs_what_it_freed_and_what_it_cost(events):
     recorder = Recorder()
     assert len(fit(events, EmptyCache("step"), logger=recorder)) == 12
-    points = recorder.cache_points()
+    points = cache_points(recorder)
     assert [step for step, _ in points] == list(range(12))
     for _, values in points:
         assert set(values) == {"cache/freed_gib", "cache/empty_ms"}
@@ -224,7 +207,7 @@ def test_each_call_logs_what_it_freed_and_what_it_cost(events):
 def test_without_a_call_nothing_is_logged(events):
     recorder = Recorder()
     assert fit(events, EmptyCache("never"), logger=recorder) == []
-    assert recorder.cache_points() == []
+    assert cache_points(recorder) == []
 
 
 def test_it_needs_no_logger(events):

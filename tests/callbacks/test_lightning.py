@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -20,24 +20,7 @@ from lightning_memopt.callbacks._lightning import (
     is_window_end,
     logged_step,
 )
-from tests.models import Unit, make_trainer
-
-
-class Recorder(Logger):
-    """Keeps every point."""
-
-    name = "recorder"
-    version = 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.points: list[tuple[int | None, dict[str, float]]] = []
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.points.append((step, dict(metrics)))
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        pass
+from tests.models import Recorder, Unit, make_trainer
 
 
 class Stream(IterableDataset):

@@ -15,7 +15,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
@@ -26,7 +26,7 @@ from lightning_memopt.callbacks.gradient_accumulation import GradientAccumulatio
 from lightning_memopt.callbacks.memory_monitor import MemoryMonitor
 from lightning_memopt.core import host_memory, peaks
 from lightning_memopt.core.units import GIB, MIB
-from tests.models import OOM_TEXT, Blocks, Unit, make_trainer
+from tests.models import OOM_TEXT, Blocks, Recorder, Unit, make_trainer
 from tests.ranks import make_rank_trainer, run_two_ranks
 
 ALLOCATED, PEAK = "memory/allocated_gib", "memory/peak_allocated_gib"
@@ -39,33 +39,6 @@ TEMPORARY = 256 * MIB
 SLACK_GIB = 16 * MIB / GIB
 
 Points = list[tuple[int | None, dict[str, float]]]
-
-
-class Recorder(Logger):
-    """Keeps every point."""
-
-    name = "recorder"
-    version = 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.points: Points = []
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.points.append((step, dict(metrics)))
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def of(self, key: str) -> Points:
-        """Return the points that have a key."""
-        return [(step, point) for step, point in self.points if key in point]
-
-    def values(self, key: str) -> list[float]:
-        return [point[key] for _, point in self.of(key)]
-
-    def steps(self, key: str) -> list[int | None]:
-        return [step for step, _ in self.of(key)]
 
 
 def board(folder: Path, **kwargs: Any) -> TensorBoardLogger:

@@ -8,38 +8,17 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memopt import MemoryMonitor, read_memory
 from lightning_memopt.core.units import GIB, MIB
-from tests.models import make_trainer
+from tests.models import Recorder, make_trainer
 
 TRAIN_TEMPORARY, VAL_TEMPORARY = 256 * MIB, 512 * MIB
 WIDTH = 2048
 PEAK, VAL_PEAK = "memory/peak_allocated_gib", "memory_val/peak_allocated_gib"
 PHASES = ("forward", "backward", "optimizer")
-
-
-class Recorder(Logger):
-    """Keeps every point."""
-
-    name = "recorder"
-    version = 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.points: list[tuple[int | None, dict[str, float]]] = []
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.points.append((step, dict(metrics)))
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def values(self, key: str) -> list[float]:
-        return [point[key] for _, point in self.points if key in point]
 
 
 class Spending(pl.LightningModule):
