@@ -78,4 +78,4 @@ class WindowWeighing(ToggledCallback):
             # `strategy.reduce` would make the host wait at a barrier.
             total = trainer.strategy.all_gather(mine).mean()
         parameters = (p for group in optimizer.param_groups for p in group["params"])
-        correct(parameters, trainer.accumulate_grad_batches, total)
+        correct(parameters, trainer.accumulate_grad_batches * self.weights.unit, total)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
@@ -12,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
+
+from lightning_memopt.core.random_state import host_random_states, set_host_random_states
 
 Slot = tuple[nn.Module, str]
 Known = dict[tuple[bool, ...], set[Slot]]
@@ -60,7 +60,7 @@ class Replay:
     @contextmanager
     def first(self) -> Iterator[None]:
         """Run the block for real and note what it changes."""
-        self._python, self._numpy = _random_states()
+        self._python, self._numpy = host_random_states()
         self._parameters = self._parameter_versions()
         before = {slot: self._look(slot) for slot in self._buffers()}
         yield
@@ -80,12 +80,12 @@ class Replay:
             raise RuntimeError("its parameters were changed in place since")
         if self._lost is not None:
             raise RuntimeError(f"its buffer `{self._lost}` changed, which it never did before")
-        states = _random_states()
+        states = host_random_states()
         slots = [*self._starts, *self._statistics]
         current = [(slot, slot[0]._buffers[slot[1]]) for slot in slots]
         stand_ins: dict[int, Tensor] = {}  # one for a buffer that several modules share
         try:
-            _set_random_states(self._python, self._numpy)
+            set_host_random_states(self._python, self._numpy)
             for (module, name), tensor in current:
                 start = self._starts.get((module, name), tensor)
                 if start is None:
@@ -98,7 +98,7 @@ class Replay:
         finally:
             for (module, name), tensor in current:
                 module._buffers[name] = tensor
-            _set_random_states(*states)
+            set_host_random_states(*states)
 
     def _parameter_versions(self) -> list[int]:
         return versions_of(p for module in self._modules for p in module._parameters.values())
@@ -139,17 +139,6 @@ def _is_running_statistics(module: nn.Module) -> bool:
         and module.track_running_stats
         and type(module).forward in _TRUSTED_FORWARDS
     )
-
-
-def _random_states() -> tuple[Any, Any]:
-    numpy = sys.modules.get("numpy")  # who has not imported it has not drawn from it
-    return random.getstate(), None if numpy is None else numpy.random.get_state()
-
-
-def _set_random_states(python: Any, numpy_state: Any) -> None:
-    random.setstate(python)
-    if numpy_state is not None:
-        sys.modules["numpy"].random.set_state(numpy_state)
 
 
 class Anew(AbstractContextManager[Any]):

@@ -46,43 +46,58 @@ def weigher(weigh_by: str | Callable[[Any], Weight]) -> Weigher:
 class WindowWeights:
     """The weights of one window, relative to a reference so that equal batches change nothing.
 
-    Lightning divides each loss by the factor. A batch's loss is multiplied by its relative weight
-    before backward, and at the end the gradients by factor / sum of the relative weights; where all
-    is regular both are exactly 1 and are left out. Weights on a device stay there.
+    Lightning divides each loss by the factor. A batch's loss is multiplied by its weight relative
+    to the reference before backward, and at the end the gradients by factor x reference / sum of
+    the weights; where all is regular both are exactly 1 and are left out. Weights on a device stay
+    there.
 
     Attributes:
         weigh: From a batch to its weight, or `None` where it can't be told.
         reference: The weight that counts as 1; the same on every rank.
-        total: Sum of the relative weights in this window so far.
+        total: Sum of the weights in this window so far.
     """
 
     def __init__(self, weigh: Weigher) -> None:
         self.weigh = weigh
-        self._relative: Weight = 1.0
+        self._weight: Weight = 1.0
         self.reference: float | None = None
         self.total: Weight = 0.0
 
+    @property
+    def unit(self) -> float:
+        """The weight that counts as 1, also where nothing has been weighed."""
+        return self.reference or 1.0
+
     def take(self, weight: Weight | None) -> None:
         """Make `weight` that of the batch at hand."""
-        self._relative = 1.0 if weight is None or not self.reference else weight / self.reference
+        self._weight = self.unit if weight is None else weight
 
     def scale(self, loss: Tensor) -> None:
         """Multiply a loss in place and count its batch in."""
-        if not _is_one(self._relative):
-            loss.mul_(self._relative)
-        self.total = self.total + self._relative
+        relative = self._weight / self.unit
+        if not _is_one(relative):
+            loss.mul_(relative)
+        self.total = self.total + self._weight
 
     def begin(self) -> None:
         """Start a window."""
         self.total = 0.0
 
 
-def correct(parameters: Iterable[nn.Parameter], factor: int, total: Weight) -> None:
-    """Multiply gradients in place by `factor / total`; a window without weight is left as it is."""
+def correct(parameters: Iterable[nn.Parameter], expected: float, total: Weight) -> None:
+    """Multiply gradients in place by `expected / total`.
+
+    A window without weight is left as it is.
+
+    Args:
+        parameters: Those whose gradients are the sum over a window.
+        expected: The sum of weights for which the gradients are right as they are.
+        total: The sum of weights.
+    """
     if isinstance(total, Tensor):
-        scale: Weight = torch.where(total > 0, factor / total, torch.ones_like(total))
+        scale: Weight = torch.where(total > 0, expected / total, torch.ones_like(total))
     else:
-        scale = factor / total if total > 0 else 1.0
+        scale = expected / total if total > 0 else 1.0
     if _is_one(scale):
         return
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]

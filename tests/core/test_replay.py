@@ -1,4 +1,5 @@
 import random
+import sys
 from contextlib import contextmanager, suppress
 
 import numpy
@@ -185,7 +186,7 @@ def test_python_and_numpy_draw_the_same_again_and_go_on_where_they_were():
 
 
 def test_numpy_is_not_needed(monkeypatch):
-    monkeypatch.delitem(replay.sys.modules, "numpy")
+    monkeypatch.delitem(sys.modules, "numpy")
     random.seed(0)
     run = Replay(nn.Identity(), {})
     with run.first():

@@ -43,11 +43,11 @@ def test_equal_weights_leave_a_loss_as_it_is():
     weights.scale(loss)
     assert loss == 3
     assert loss._version == version
-    assert weights.total == 1
+    assert weights.total == 4
     weights.take(1)
     weights.scale(loss)
     assert loss == 0.75
-    assert weights.total == 1.25
+    assert weights.total == 5
 
 
 def test_weights_on_a_device_stay_there():
@@ -56,7 +56,7 @@ def test_weights_on_a_device_stay_there():
     weights.take(torch.tensor(5))
     weights.scale(torch.tensor(1.0) / 1)
     assert isinstance(weights.total, torch.Tensor)
-    assert weights.total == 2.5
+    assert weights.total == 5
 
 
 @pytest.mark.parametrize("total", [3.0, torch.tensor(3.0)], ids=["number", "tensor"])

@@ -1,0 +1,49 @@
+"""The random states that training draws from: PyTorch's, the device's, Python's and NumPy's."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import torch
+
+
+def host_random_states() -> tuple[Any, Any]:
+    """Return the states of Python and NumPy, `None` for a NumPy that nobody has imported."""
+    numpy = sys.modules.get("numpy")  # who has not imported it has not drawn from it
+    return random.getstate(), None if numpy is None else numpy.random.get_state()
+
+
+def set_host_random_states(python: Any, numpy_state: Any) -> None:
+    """Put back what `host_random_states` returned."""
+    random.setstate(python)
+    if numpy_state is not None:
+        sys.modules["numpy"].random.set_state(numpy_state)
+
+
+class RandomState:
+    """All random states of this moment, to be put back once or several times.
+
+    Args:
+        device: The device whose generator is looked at beside the CPU's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._host = host_random_states()
+        self._torch = torch.get_rng_state()
+        module: Any = torch.get_device_module(device)
+        self._of_device = None if device.type == "cpu" else module.get_rng_state(*_index(device))
+
+    def put_back(self) -> None:
+        """Make every generator go on from here."""
+        set_host_random_states(*self._host)
+        torch.set_rng_state(self._torch)
+        if self._of_device is not None:
+            module: Any = torch.get_device_module(self._device)
+            module.set_rng_state(self._of_device, *_index(self._device))
+
+
+def _index(device: torch.device) -> tuple[torch.device, ...]:
+    return () if device.type == "mps" else (device,)  # there is one, and no argument
