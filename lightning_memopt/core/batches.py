@@ -61,14 +61,7 @@ def split_batch(batch: Any, k: int) -> list[Any]:
         >>> [len(part["x"]) for part in split_batch({"x": torch.zeros(5, 3)}, 2)]
         [3, 2]
     """
-    layout = _layout(batch)
-    if layout is None:
-        raise TypeError(
-            f"`batch` must hold tensors that agree in their first dimension, got a "
-            f"`{type(batch).__name__}` whose samples can't be told: split it with a function of "
-            "your own."
-        )
-    samples, lists_hold_samples = layout
+    samples, lists_hold_samples = _samples(batch)
     if not 1 <= k <= samples:
         raise ValueError(f"`k` must be from 1 to the {samples} samples of the batch, got {k}.")
     part, extra = divmod(samples, k)
@@ -77,6 +70,85 @@ def split_batch(batch: Any, k: int) -> list[Any]:
         _slice(batch, start, end, lists_hold_samples)
         for start, end in zip([0, *ends], ends, strict=False)
     ]
+
+
+def take_samples(batch: Any, n: int) -> Any:
+    """Return the first `n` samples of a batch, in a batch of the same types.
+
+    Args:
+        batch: A batch as a loader gives it; see `split_batch`.
+        n: Number of samples.
+
+    Returns:
+        The smaller batch; tensors are views of the batch's.
+
+    Raises:
+        TypeError: The samples can't be told.
+        ValueError: There are fewer than `n` samples, or `n` is less than 1.
+
+    Example:
+        >>> import torch
+        >>> take_samples({"x": torch.arange(5)}, 2)
+        {'x': tensor([0, 1])}
+    """
+    samples, lists_hold_samples = _samples(batch)
+    if not 1 <= n <= samples:
+        raise ValueError(f"`n` must be from 1 to the {samples} samples of the batch, got {n}.")
+    return _slice(batch, 0, n, lists_hold_samples)
+
+
+def count_elements(batch: Any) -> int:
+    """Return the number of elements of all tensors in a batch, as a measure of its size.
+
+    Example:
+        >>> import torch
+        >>> count_elements({"x": torch.zeros(4, 3), "y": [torch.zeros(4)]})
+        16
+    """
+    if isinstance(batch, Tensor):
+        return batch.numel()
+    return sum(count_elements(item) for _, item in items_of(batch))
+
+
+def items_of(value: Any) -> Iterable[tuple[Any, Any]]:
+    """Return what a container holds, by key, field or position; nothing for what is none."""
+    if isinstance(value, Mapping):
+        return value.items()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    return enumerate(value) if isinstance(value, list | tuple) else ()
+
+
+def rebuild(value: Any, items: list[tuple[Any, Any]]) -> Any:
+    """Return a container like `value` that holds other items."""
+    if isinstance(value, tuple):
+        make: Callable[..., Any] = type(value)
+        parts = [item for _, item in items]
+        return make(*parts) if hasattr(value, "_fields") else make(parts)
+    if isinstance(value, list):
+        return type(value)(item for _, item in items)
+    part = copy.copy(value)
+    if isinstance(value, Mapping):
+        if hasattr(value, "data") and isinstance(value.data, dict):  # UserDict shares it on copy
+            part.data = dict(items)
+        else:
+            for key, item in items:
+                part[key] = item
+    else:
+        for name, item in items:
+            object.__setattr__(part, name, item)  # frozen dataclasses too
+    return part
+
+
+def _samples(batch: Any) -> tuple[int, bool]:
+    layout = _layout(batch)
+    if layout is None:
+        raise TypeError(
+            f"`batch` must hold tensors that agree in their first dimension, got a "
+            f"`{type(batch).__name__}` whose samples can't be told: split it with a function of "
+            "your own."
+        )
+    return layout
 
 
 def _layout(batch: Any) -> tuple[int, bool] | None:
@@ -97,7 +169,7 @@ def _sizes(value: Any, lists_hold_samples: bool, depth: int = 0) -> Iterator[int
     elif _holds_samples(value, lists_hold_samples, depth):
         yield len(value)
     else:
-        for _, item in _items(value):
+        for _, item in items_of(value):
             yield from _sizes(item, lists_hold_samples, depth + 1)
 
 
@@ -108,11 +180,11 @@ def _slice(value: Any, start: int, end: int, lists_hold_samples: bool, depth: in
         return _slice_packed(value, start, end)
     if _holds_samples(value, lists_hold_samples, depth):
         return value[start:end]
-    items = list(_items(value))
+    items = list(items_of(value))
     if not items:
         return value
     cut = [(key, _slice(item, start, end, lists_hold_samples, depth + 1)) for key, item in items]
-    return _rebuild(value, cut)
+    return rebuild(value, cut)
 
 
 def _slice_packed(value: PackedSequence, start: int, end: int) -> PackedSequence:
@@ -128,33 +200,3 @@ def _holds_samples(value: Any, lists_hold_samples: bool, depth: int) -> bool:
     if all(isinstance(item, str | bytes | int | float) for item in value):
         return True
     return lists_hold_samples and (depth > 0 or all(isinstance(x, Mapping) for x in value))
-
-
-def _items(value: Any) -> Iterable[tuple[Any, Any]]:
-    """Return what a container holds, by key, field or position; nothing for what is none."""
-    if isinstance(value, Mapping):
-        return value.items()
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
-    return enumerate(value) if isinstance(value, list | tuple) else ()
-
-
-def _rebuild(value: Any, items: list[tuple[Any, Any]]) -> Any:
-    """Return a container like `value` that holds other items."""
-    if isinstance(value, tuple):
-        make: Callable[..., Any] = type(value)
-        parts = [item for _, item in items]
-        return make(*parts) if hasattr(value, "_fields") else make(parts)
-    if isinstance(value, list):
-        return type(value)(item for _, item in items)
-    part = copy.copy(value)
-    if isinstance(value, Mapping):
-        if hasattr(value, "data") and isinstance(value.data, dict):  # UserDict shares it on copy
-            part.data = dict(items)
-        else:
-            for key, item in items:
-                part[key] = item
-    else:
-        for name, item in items:
-            object.__setattr__(part, name, item)  # frozen dataclasses too
-    return part

@@ -22,6 +22,10 @@ _TEXTS = (
 )
 
 
+class SampleTooLargeError(torch.OutOfMemoryError):
+    """Not even one sample fits in the memory there is."""
+
+
 def is_out_of_memory(exception: BaseException) -> bool:
     """Return whether an exception says that a device or the host ran out of memory.
 

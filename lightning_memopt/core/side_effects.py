@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torchmetrics import Metric
 
 _SWITCHES = ("gradient_checkpointing", "grad_checkpointing")  # of transformers, of timm
@@ -61,6 +62,18 @@ def is_frozen_stem(model: nn.Module, name: str) -> bool:
         if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
             return False
     return False
+
+
+def normalising_over_batch(model: nn.Module) -> list[str]:
+    """Name the modules whose output for a sample depends on the other samples of its batch.
+
+    These are the batch norms that train; those in eval mode use what they have learnt.
+    """
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm) and (module.training or not module.track_running_stats)
+    ]
 
 
 def _has_foreign_hooks(module: nn.Module) -> bool:

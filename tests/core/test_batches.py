@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 from transformers import BatchEncoding
 
 from lightning_memopt import split_batch
-from lightning_memopt.core.batches import count_samples
+from lightning_memopt.core.batches import count_samples, take_samples
 
 
 @dataclasses.dataclass
@@ -118,3 +118,33 @@ def test_what_cannot_be_cut_is_refused_with_its_type():
         split_batch(X, 7)
     with pytest.raises(ValueError, match="got 0"):
         split_batch(X, 0)
+
+
+@pytest.mark.parametrize("n", [1, 4, 6])
+def test_the_first_samples_are_taken(n):
+    x, words = torch.arange(6.0), list("abcdef")
+    taken = take_samples({"pair": Pair(x, x), "words": words, "mean": torch.tensor(0.5)}, n)
+    assert type(taken["pair"]) is Pair
+    assert torch.equal(taken["pair"].y, x[:n])
+    assert taken["pair"].x.data_ptr() == x.data_ptr()
+    assert taken["words"] == words[:n]
+    assert taken["mean"] == 0.5
+
+
+def test_samples_of_every_kind_are_taken():
+    images = [torch.full((3, n + 1, 4), float(n)) for n in range(3)]
+    targets = [{"boxes": torch.zeros(n, 4)} for n in range(3)]
+    assert take_samples((images, targets), 2) == (images[:2], targets[:2])
+    sequences = [torch.arange(2.0 * n).reshape(n, 2) for n in (2, 5, 3)]
+    taken = unpack_sequence(take_samples(pack_sequence(sequences, enforce_sorted=False), 2))
+    assert len(taken) == 2
+    assert all(torch.equal(a, b) for a, b in zip(taken, sequences, strict=False))
+
+
+def test_samples_that_are_not_there_are_not_taken():
+    with pytest.raises(TypeError, match=r"`batch`.*`object`"):
+        take_samples(object(), 2)
+    with pytest.raises(ValueError, match="`n` must be from 1 to the 6 samples of the batch, got 7"):
+        take_samples(X, 7)
+    with pytest.raises(ValueError, match="got 0"):
+        take_samples(X, 0)
