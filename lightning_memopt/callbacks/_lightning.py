@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.utilities import CombinedLoader
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from lightning_memopt.core.event_file import EventFile
 
@@ -152,3 +155,41 @@ def estimate_steps(trainer: pl.Trainer, steps: Callable[[int, int], int]) -> Cal
         trainer.__class__ = original
 
     return put_back
+
+
+def train_loaders(trainer: pl.Trainer) -> CombinedLoader | None:
+    """Return the train loaders as the loop holds them; `None` before it has any.
+
+    `trainer.train_dataloader` is public, but without the mode in which several are combined.
+    """
+    loaders: CombinedLoader | None = trainer.fit_loop._combined_loader
+    return loaders
+
+
+def set_train_loaders(trainer: pl.Trainer, loaders: CombinedLoader, fetch: bool = True) -> None:
+    """Give the loop other train loaders, and end the workers of those before.
+
+    `setup_data` makes loaders, fetcher and iterator in one go, without a seam in between.
+
+    Args:
+        trainer: The Trainer.
+        loaders: The loaders.
+        fetch: Whether batches come from them from now on.
+    """
+    trainer.fit_loop._combined_loader = loaders
+    fetcher = trainer.fit_loop._data_fetcher
+    if fetch and fetcher is not None:
+        fetcher.teardown()
+        fetcher.setup(loaders)
+        iter(fetcher)
+
+
+def copy_loader(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
+    """Return a loader like another but for some attributes, with workers of its own.
+
+    A `DataLoader` refuses new values for most attributes, and to build a subclass anew needs
+    arguments that nobody kept. Workers that persist hang on `_iterator`.
+    """
+    copied = copy.copy(loader)
+    vars(copied).update(changes, _iterator=None)
+    return copied

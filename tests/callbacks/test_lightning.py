@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from multiprocessing import active_children
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,15 +12,19 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.utilities import CombinedLoader
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_memopt.callbacks import _lightning
 from lightning_memopt.callbacks._lightning import (
     PointWriter,
+    copy_loader,
     estimate_steps,
     is_window_end,
     logged_step,
+    set_train_loaders,
+    train_loaders,
 )
 from tests.models import Recorder, Unit, make_trainer
 
@@ -368,6 +374,62 @@ def test_a_loader_without_a_length_leaves_the_estimate_to_the_trainer():
     assert callback.asked == []
 
 
+# The loaders of training
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_loaders_are_exchanged_with_their_workers_and_the_loops_iterator():
+    class Exchange(pl.Callback):
+        def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+            old = train_loaders(trainer)
+            assert isinstance(old, CombinedLoader)
+            assert old.flattened == [trainer.train_dataloader]
+            self.before = set(active_children())
+            new = copy.copy(old)
+            new.flattened = [
+                copy_loader(old.flattened[0], dataset=TensorDataset(torch.zeros(3, 1)))
+            ]
+            set_train_loaders(trainer, new, fetch=False)
+            assert train_loaders(trainer) is new
+            assert set(active_children()) == self.before  # the loop still fetches from the old
+            set_train_loaders(trainer, new)
+            self.after = set(active_children())
+
+    class Zeros(Unit):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            assert batch[0].item() == 0
+            return super().training_step(batch, batch_idx)
+
+    loader = DataLoader(TensorDataset(torch.ones(3, 1)), num_workers=1, persistent_workers=True)
+    trainer = make_trainer(exchange := Exchange())
+    assert train_loaders(trainer) is None
+    trainer.fit(model := Zeros(), loader)
+    assert len(model.grads) == 3
+    assert len(exchange.before) == len(exchange.after) == 1
+    assert not exchange.before & exchange.after
+    assert active_children() == []
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_a_copied_loader_has_workers_of_its_own():
+    class Mine(DataLoader[Any]):
+        def __init__(self, *, size: int, name: str) -> None:
+            super().__init__(range(size), 2, num_workers=1, persistent_workers=True)  # type: ignore[arg-type]
+            self.name = name
+
+    loader = Mine(size=4, name="a")
+    running = iter(loader)
+    copied = copy_loader(loader, batch_sampler=[[3], [1]], persistent_workers=False)
+    assert [batch.tolist() for batch in copied] == [[3], [1]]
+    assert (type(copied), copied.name) == (Mine, "a")
+    assert [batch.tolist() for batch in running] == [[0, 1], [2, 3]]
+    assert loader.batch_sampler is not copied.batch_sampler
+    with pytest.raises(ValueError, match="should not be set after"):  # so a copy is needed
+        loader.batch_sampler = [[0]]
+    assert running is iter(loader) is loader._iterator
+    assert copied._iterator is None
+
+
 # The names themselves
 
 
@@ -375,6 +437,8 @@ def test_lightning_still_has_the_private_names_that_are_read(tmp_path):
     trainer, logger = make_trainer(), board(tmp_path, prefix="p")
     assert trainer.fit_loop.epoch_loop._batches_that_stepped == 0
     assert callable(trainer.fit_loop._should_accumulate)
+    assert trainer.fit_loop._combined_loader is None
+    assert trainer.fit_loop._data_fetcher is None
     assert logger._prefix == "p"
     assert board(tmp_path)._prefix == ""
     assert logger.LOGGER_JOIN_CHAR == "-"
