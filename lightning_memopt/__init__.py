@@ -1,5 +1,6 @@
 """Drop-in PyTorch Lightning callbacks that fit a model into memory and explain every byte."""
 
+from lightning_memopt.callbacks.auto_accumulation import AutoAccumulation
 from lightning_memopt.callbacks.automatic_mixed_precision import AutomaticMixedPrecision
 from lightning_memopt.callbacks.empty_cache import EmptyCache
 from lightning_memopt.callbacks.gradient_accumulation import GradientAccumulation
@@ -14,6 +15,7 @@ from lightning_memopt.core.recompute import checkpoint_layers, is_recomputing
 __version__ = "0.1.0"
 
 __all__ = [
+    "AutoAccumulation",
     "AutomaticMixedPrecision",
     "EmptyCache",
     "GradientAccumulation",

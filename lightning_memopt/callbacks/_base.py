@@ -89,24 +89,36 @@ def callbacks_of(trainer: pl.Trainer) -> list[Callback]:
 
 
 def refuse_other_factors(
-    callback: SuiteCallback, trainer: pl.Trainer, pl_module: pl.LightningModule
+    callback: SuiteCallback,
+    trainer: pl.Trainer,
+    pl_module: pl.LightningModule,
+    may_be_set: bool = False,
+    may_change: bool = False,
 ) -> None:
     """Refuse a Trainer in which anything but `callback` decides how gradients accumulate.
+
+    Args:
+        callback: The one that decides.
+        trainer: The Trainer.
+        pl_module: The model.
+        may_be_set: Whether it goes well with a factor that the Trainer has.
+        may_change: Whether it goes well with a factor that changes by epoch.
 
     Raises:
         MisconfigurationException: The Trainer, another callback, the strategy or the user's
             `training_step` decides.
     """
+    schedulers = [x for x in callbacks_of(trainer) if isinstance(x, GradientAccumulationScheduler)]
     if not pl_module.automatic_optimization:
         reason = "needs automatic optimization: your `training_step` decides when to step"
-    elif trainer.accumulate_grad_batches != 1:
-        value = trainer.accumulate_grad_batches
-        reason = f"and `Trainer(accumulate_grad_batches={value})` both set the factor: keep one"
-    elif any(isinstance(other, GradientAccumulationScheduler) for other in callbacks_of(trainer)):
-        reason = "and `GradientAccumulationScheduler` both set the factor: keep one of the two"
     elif trainer.strategy.handles_gradient_accumulation:
         strategy = type(trainer.strategy).__name__
         reason = f"can't set the factor of `{strategy}`, which accumulates by itself: set it there"
+    elif trainer.accumulate_grad_batches != 1 and not may_be_set:
+        value = trainer.accumulate_grad_batches
+        reason = f"and `Trainer(accumulate_grad_batches={value})` both set the factor: keep one"
+    elif schedulers and not may_change:
+        reason = "and `GradientAccumulationScheduler` both set the factor: keep one of the two"
     else:
         return
     raise MisconfigurationException(f"`{type(callback).__name__}` {reason}.")

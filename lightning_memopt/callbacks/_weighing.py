@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_memopt.callbacks._base import ToggledCallback
-from lightning_memopt.core.weights import WindowWeights, correct, weigher
+from lightning_memopt.core.weights import Weight, WindowWeights, correct, weigher
 
 
 class WindowWeighing(ToggledCallback):
@@ -40,23 +40,31 @@ class WindowWeighing(ToggledCallback):
         except ValueError as error:
             raise MisconfigurationException(str(error)) from error
 
-    def weigh(self, trainer: pl.Trainer, batch: Any) -> None:
-        """Weigh the batch that comes now."""
-        if trainer.accumulate_grad_batches == 1 and trainer.world_size == 1:
-            self.weights.take(None)
-            return
-        weight = self.weights.weigh(batch)
-        if weight is None and not self._warned:
+    def weigh(self, trainer: pl.Trainer, parts: list[Any]) -> list[Weight]:
+        """Return how much each part of a batch counts; a batch that isn't cut is its one part."""
+        is_alone = trainer.accumulate_grad_batches == 1 and trainer.world_size == 1
+        if is_alone and len(parts) == 1:
+            return [self.weights.unit]
+        weights = [self.weights.weigh(part) for part in parts]
+        known = [weight for weight in weights if weight is not None]
+        if len(known) < len(weights):
+            self._warn_of_unknown_weights(parts)
+            known = [self.weights.unit / len(parts)] * len(parts)
+        total = sum(known)
+        if is_alone and not isinstance(total, Tensor):
+            self.weights.reference = total  # nothing else is in this window
+        elif self.weights.reference is None:
+            self.weights.reference = trainer.strategy.broadcast(float(total) or 1.0)
+        return known
+
+    def _warn_of_unknown_weights(self, parts: list[Any]) -> None:
+        if not self._warned:
             self._warned = True
             rank_zero_warn(
-                f"The number of samples in a `{type(batch).__name__}` can't be told, so every "
+                f"The number of samples in a `{type(parts[0]).__name__}` can't be told, so every "
                 'batch counts the same, as `weigh_by="batches"`: pass a function from the batch to '
                 "its weight as `weigh_by`."
             )
-        if self.weights.reference is None:
-            first = 1.0 if weight is None else float(weight)
-            self.weights.reference = trainer.strategy.broadcast(first or 1.0)
-        self.weights.take(weight)
 
     def on_before_zero_grad(self, *_: Any) -> None:
         """Start to count a window with its gradients."""

@@ -165,7 +165,7 @@ class GradientAccumulation(WindowWeighing):
         now, wanted = trainer.accumulate_grad_batches, self._wanted(self._epoch)
         if now != wanted:
             self._change(trainer, batch_idx, now, wanted)
-        self.weigh(trainer, batch)
+        self.weights.take(self.weigh(trainer, [batch])[0])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the factor in force, for the checkpoint."""

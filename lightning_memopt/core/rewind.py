@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable
@@ -28,7 +27,7 @@ class Attributes:
     def __init__(self, objects: Iterable[Any], deep: bool = True) -> None:
         self._saved = [(each, dict(vars(each))) for each in objects]
         self._held: list[tuple[Any, Any]] = [
-            (value, copy.copy(value))
+            (value, value.copy())
             for _, attributes in (self._saved if deep else ())
             for value in attributes.values()
             if type(value) in _CONTAINERS
@@ -66,7 +65,7 @@ class TensorValues:
     def __init__(self) -> None:
         self._tensors: list[Tensor] = []
         self._copies: list[Tensor] = []
-        self._versions: list[int | None] = []
+        self._versions: dict[int, int] = {}
         self._small: tuple[list[Tensor], list[Tensor]] = ([], [])
 
     def keep(self, tensors: list[Tensor]) -> None:
@@ -80,8 +79,8 @@ class TensorValues:
                 return
             if self._small[0]:
                 torch._foreach_copy_(*self._small)
-            for i, version in enumerate(self._versions):
-                if version is not None and tensors[i]._version != version:
+            for i, version in self._versions.items():
+                if tensors[i]._version != version:
                     self._copies[i] = tensors[i].detach().clone()
                     self._versions[i] = tensors[i]._version
 
@@ -94,8 +93,9 @@ class TensorValues:
     def _start(self, tensors: list[Tensor]) -> None:
         self._tensors = tensors
         self._copies = [tensor.detach().clone() for tensor in tensors]
-        self._versions = [None if _is_small(tensor) else tensor._version for tensor in tensors]
-        small = [i for i, version in enumerate(self._versions) if version is None]
+        small = [i for i, tensor in enumerate(tensors) if _is_small(tensor)]
+        others = set(range(len(tensors))).difference(small)
+        self._versions = {i: tensors[i]._version for i in others}
         self._small = [self._copies[i] for i in small], [tensors[i].detach() for i in small]
 
 
@@ -113,10 +113,11 @@ class Rewind:
     def __init__(self, module: nn.Module) -> None:
         modules = list(module.modules())
         self._deep = [each for each in modules if each is module or isinstance(each, Metric)]
+        deep = set(map(id, self._deep))  # metrics have an equality of their own
         self._flat = [
             each
             for each in modules
-            if not type(each).__module__.startswith("torch.") and each not in self._deep
+            if id(each) not in deep and not type(each).__module__.startswith("torch.")
         ]
         self._with_buffers = [each for each in modules if each._buffers]
         self._values = TensorValues()

@@ -68,9 +68,9 @@ class WindowWeights:
         """The weight that counts as 1, also where nothing has been weighed."""
         return self.reference or 1.0
 
-    def take(self, weight: Weight | None) -> None:
+    def take(self, weight: Weight) -> None:
         """Make `weight` that of the batch at hand."""
-        self._weight = self.unit if weight is None else weight
+        self._weight = weight
 
     def scale(self, loss: Tensor) -> None:
         """Multiply a loss in place and count its batch in."""
