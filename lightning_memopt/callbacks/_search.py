@@ -14,6 +14,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor
 from torch.nn import SyncBatchNorm
 
 from lightning_memopt.callbacks._base import SuiteCallback, callbacks_of
@@ -23,7 +24,7 @@ from lightning_memopt.callbacks._lightning_step import to_device
 from lightning_memopt.callbacks._peers import Peers
 from lightning_memopt.callbacks._search_report import Found, report, why_nothing_fits
 from lightning_memopt.callbacks._trials import TrialError, Trials
-from lightning_memopt.core.batches import count_samples, take_samples
+from lightning_memopt.core.batches import count_samples, split_batch, take_samples
 from lightning_memopt.core.memory import usable_bytes
 from lightning_memopt.core.micro_batch_search import MicroBatchSearch
 from lightning_memopt.core.oom import SampleTooLargeError
@@ -31,6 +32,8 @@ from lightning_memopt.core.units import parse_size
 
 _LOOKED_AT = 3
 _SILENT_S = 3.0
+_COMPARED = 16
+_SAME_LOSS = 0.02  # half precision differs by less
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class Search:
         pl_module: The model.
         memory: What a step may use, as a size or a share of what this process may use.
         split: The user's own way to cut a batch, if there is one: it decides which sizes there are.
+        weigh: From the parts of a batch to how much each counts.
         worst: From the first few batches to the one to try sizes with.
         is_cut_on_host: Whether batches are cut before they are on the device.
         keeps_gradients: Whether a second set of gradients is kept where a step has several batches.
@@ -53,6 +57,7 @@ class Search:
     pl_module: pl.LightningModule
     memory: int | str
     split: Callable[[Any, int], list[Any]] | None
+    weigh: Callable[[list[Any]], list[float | Tensor]]
     worst: Callable[[list[Any]], Any]
     is_cut_on_host: bool
     keeps_gradients: bool
@@ -127,7 +132,10 @@ class Search:
             self.is_cut_on_host or self.trainer.accumulate_grad_batches > 1
         )
         trials = Trials(self.trainer, self.pl_module, part_of, limit, keeps)
-        failure = _try_sizes(search, trials)
+        with trials.without_trace():
+            failure = _try_sizes(search, trials)
+            if search.chosen is not None and 1 < search.chosen < samples:
+                self._look_for_coupling(trials, min(search.chosen, _COMPARED))
         # Before anything is raised, so that no rank is left waiting.
         chosen, largest = (self.peers.least(x or 0) for x in (search.chosen, search.largest))
         if failure is not None and search.chosen is None:
@@ -147,6 +155,20 @@ class Search:
         found = Found(largest, chosen)
         report(search, found, usable, self.trainer.is_global_zero, self.writer)
         return found
+
+    def _look_for_coupling(self, trials: Trials, size: int) -> None:
+        def halve(batch: Any) -> list[tuple[Any, float | Tensor]]:
+            parts = (self.split or split_batch)(batch, 2)
+            return list(zip(parts, self.weigh(parts), strict=True))
+
+        losses = trials.compare_with_halves(size, halve)
+        if losses is not None and not math.isclose(*losses, rel_tol=_SAME_LOSS, abs_tol=1e-6):
+            rank_zero_warn(
+                f"`AutoAccumulation`: the loss of {size} samples is {losses[0]:.4g}, but the mean "
+                f"of its halves' {losses[1]:.4g}, so results change with the micro-batch. If it is "
+                "a mean over something else than samples, such as tokens, say so by `weigh_by`; a "
+                "loss that compares the samples of a batch can't be cut."
+            )
 
 
 def circumstances(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
@@ -170,14 +192,13 @@ def circumstances(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[st
 def _try_sizes(search: MicroBatchSearch, trials: Trials) -> str | None:
     """Run the trials and return why they ended early, if they did."""
     begun = time.monotonic()
-    with trials.without_trace():
-        while (size := search.next_size()) is not None:
-            if time.monotonic() - begun > _SILENT_S:
-                rank_zero_info(f"AutoAccumulation: trying {size} samples")
-            try:
-                search.add(trials.run(size))
-            except TrialError as error:
-                return str(error)
+    while (size := search.next_size()) is not None:
+        if time.monotonic() - begun > _SILENT_S:
+            rank_zero_info(f"AutoAccumulation: trying {size} samples")
+        try:
+            search.add(trials.run(size))
+        except TrialError as error:
+            return str(error)
     return None
 
 

@@ -73,6 +73,7 @@ class Trials:
         loggers, should_stop = trainer.loggers, trainer.should_stop
         with preserved(module, trainer.optimizers[0], self._device) as kept:
             self._host_bytes = kept.host_bytes if self._device.type == "cpu" else 0
+            del kept  # the copies are to be gone when memory is given back
             # A rank can't take part in what others don't do, and no value of a trial is to be seen.
             vars(module)["log"] = vars(module)["log_dict"] = _log_nothing
             trainer.loggers = [DummyLogger() for _ in loggers]
@@ -107,6 +108,33 @@ class Trials:
         needed = peak if known and seconds is not None and not retries else None
         return Trial(size, needed, seconds, fits)
 
+    def compare_with_halves(
+        self, size: int, halve: Callable[[Any], list[tuple[Any, float | Tensor]]]
+    ) -> tuple[float, float] | None:
+        """Return the loss of `size` samples, and the weighted mean of the losses of its halves.
+
+        They differ where samples of a batch depend on each other. Modules are in eval mode here.
+
+        Args:
+            size: Number of samples, which fit.
+            halve: From a batch to its halves and how much each counts.
+
+        Returns:
+            The two losses; `None` where they can't be told, as with a loss that is random.
+        """
+        try:
+            self._module.eval()
+            with torch.no_grad():
+                whole = self._part_of(size)
+                loss, again = float(self._loss(whole)), float(self._loss(whole))
+                halves = [(float(self._loss(x)), float(weight)) for x, weight in halve(whole)]
+        except Exception:  # a look that fails must not stop a training
+            return None
+        total = sum(weight for _, weight in halves)
+        if loss != again or not total:
+            return None
+        return loss, sum(loss * weight for loss, weight in halves) / total
+
     def _seconds(self, size: int) -> float | None:
         """Return the time of one forward and backward, or `None` where memory ran out."""
         try:
@@ -135,6 +163,11 @@ class Trials:
 
     def _forward_and_backward(self, part: Any) -> None:
         self.phase = "forward"
+        loss = self._loss(part)
+        self.phase = "backward"
+        self._module.backward(loss)
+
+    def _loss(self, part: Any) -> Tensor:
         arguments = [part]
         if is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2):
             arguments.append(0)
@@ -143,8 +176,7 @@ class Trials:
         loss = output.get("loss") if isinstance(output, dict) else output
         if not isinstance(loss, Tensor):
             raise TrialError("`training_step` returned no loss, so nothing was tried")
-        self.phase = "backward"
-        self._module.backward(loss)
+        return loss
 
     def _optimizer_step(self, optimizer: Optimizer) -> None:
         self.phase = "the optimizer's step"

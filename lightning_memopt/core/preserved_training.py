@@ -55,7 +55,7 @@ class Preserved:
         self._optimizer.state.update(self._state)
         with torch.no_grad():
             for tensor, value in zip(self._tensors, self._copies, strict=True):
-                tensor.detach().copy_(value)
+                tensor.copy_(value)
         self._random.put_back()
 
 

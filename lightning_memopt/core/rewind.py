@@ -88,7 +88,7 @@ class TensorValues:
         """Write the values back."""
         with torch.no_grad():
             for tensor, value in zip(self._tensors, self._copies, strict=True):
-                tensor.detach().copy_(value)
+                tensor.copy_(value)
 
     def _start(self, tensors: list[Tensor]) -> None:
         self._tensors = tensors

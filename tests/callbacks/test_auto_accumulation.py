@@ -504,6 +504,48 @@ def test_batch_norm_is_warned_of_once_and_named() -> None:
         train(AutoAccumulation(micro_batch_size=4), model=Normed())
 
 
+class Contrastive(Classifier):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if len(batch[0]) > 4:
+            raise RuntimeError(OOM_TEXT)
+        similar = self.net[0](batch[0]) @ self.net[0](batch[0]).T
+        return nn.functional.cross_entropy(similar, torch.arange(len(similar)))
+
+
+class OfTokens(Classifier):
+    """Only positives count."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if len(batch[0]) > 6:
+            raise RuntimeError(OOM_TEXT)
+        losses = self.net(batch[0]).squeeze(1).square()
+        return (losses * batch[1]).sum() / batch[1].sum().clamp(min=1)
+
+
+def positives(batch: list[Tensor]) -> Tensor:
+    return batch[1].sum()
+
+
+def test_a_loss_that_depends_on_how_a_batch_is_cut_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match="mean of its halves.*compares the samples of a batch"):
+        train(AutoAccumulation(), model=Contrastive(16, 8))
+    with pytest.warns(UserWarning, match="mean over something else than samples.*`weigh_by`"):
+        train(AutoAccumulation(), model=OfTokens(24, 12))
+    train(AutoAccumulation(weigh_by=positives), model=OfTokens(24, 12))
+    train(AutoAccumulation(), model=Classifier(16, 8, limit=4))
+
+
+def test_a_weighed_window_has_the_gradient_of_the_whole_batch() -> None:
+    class Whole(OfTokens):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            losses = self.net(batch[0]).squeeze(1).square()
+            return (losses * batch[1]).sum() / batch[1].sum().clamp(min=1)
+
+    plain, *_ = train(model=Whole())
+    model, *_ = train(AutoAccumulation(micro_batch_size=3, weigh_by=positives), model=Whole())
+    assert_close(model, plain, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("kwargs", "error", "match"),
     [

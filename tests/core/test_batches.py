@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 from transformers import BatchEncoding
 
 from lightning_memopt import split_batch
-from lightning_memopt.core.batches import count_samples, take_samples
+from lightning_memopt.core.batches import count_elements, count_samples, take_samples
 
 
 @dataclasses.dataclass
@@ -148,3 +148,9 @@ def test_samples_that_are_not_there_are_not_taken():
         take_samples(X, 7)
     with pytest.raises(ValueError, match="got 0"):
         take_samples(X, 0)
+
+
+def test_elements_of_a_nested_batch_are_counted():
+    batch = {"x": torch.zeros(4, 3), "y": [torch.zeros(4), (torch.zeros(2, 2), "text")], "n": 3}
+    assert count_elements(batch) == 20
+    assert count_elements("text") == 0

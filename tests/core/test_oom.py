@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lightning_memopt.core.oom import is_out_of_memory
+from lightning_memopt.core.oom import SampleTooLargeError, is_out_of_memory
 
 TEXTS = [
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB",
@@ -88,3 +88,10 @@ def test_the_exception_is_left_as_it_was():
     assert error.args == ("CUDA out of memory.",)
     assert error.__cause__ is None
     assert error.__traceback__ is None
+
+
+def test_a_sample_that_is_too_large_is_an_out_of_memory_error():
+    error = SampleTooLargeError("Not even one")
+    assert isinstance(error, torch.OutOfMemoryError)
+    assert is_out_of_memory(error)
+    assert str(error) == "Not even one"

@@ -5,7 +5,12 @@ import torch
 from torch import nn
 from torchmetrics import MeanMetric
 
-from lightning_memopt.core.side_effects import counting_twice, is_frozen_stem, own_checkpointing
+from lightning_memopt.core.side_effects import (
+    counting_twice,
+    is_frozen_stem,
+    normalising_over_batch,
+    own_checkpointing,
+)
 
 
 class Metered(nn.Module):
@@ -167,3 +172,15 @@ def test_a_block_whose_weights_are_shared_with_an_earlier_one_is_a_stem_with_it(
     model["blocks"][1][0].bias = model["blocks"][0][0].bias
     model["blocks"][2].requires_grad_(True)
     assert frozen_names(model) == ["blocks.0", "blocks.1"]
+
+
+def test_modules_that_normalise_over_the_batch_are_named():
+    model = nn.Sequential(
+        nn.BatchNorm2d(3),
+        nn.LayerNorm(3),
+        nn.BatchNorm1d(3).eval(),
+        nn.BatchNorm1d(3, track_running_stats=False).eval(),
+        nn.Sequential(nn.SyncBatchNorm(3)),
+        nn.GroupNorm(1, 3),
+    )
+    assert normalising_over_batch(model) == ["0", "3", "4.0"]
