@@ -2,7 +2,7 @@ r"""The quickstart's model through LightningCLI: the callbacks come from a YAML 
 
     python examples/cli.py fit --config examples/configs/all.yaml
 
-`configs/` has a file for each callback, with what its options mean, and one for all five. Any
+`configs/` has a file for each callback, with what its options mean, and one for all together. Any
 option can be changed on the command line; `python examples/cli.py fit --help` lists them all:
 
     python examples/cli.py fit --config examples/configs/gradient_checkpointing.yaml \

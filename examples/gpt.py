@@ -1,4 +1,4 @@
-"""Train a small GPT on the Python sources of the standard library, with the five callbacks.
+"""Train a small GPT on the Python sources of the standard library, with five callbacks.
 
 Run it on a GPU or, in two minutes, on two CPU cores:
 
@@ -39,9 +39,9 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from lightning_memopt import (
+    AutoAccumulation,
     AutomaticMixedPrecision,
     EmptyCache,
-    GradientAccumulation,
     GradientCheckpointing,
     MemoryMonitor,
 )
@@ -149,13 +149,13 @@ class SourceData(LightningDataModule):
         return characters[starts.unsqueeze(1) + torch.arange(self.context + 1)]
 
 
-def suite() -> list[Callback]:
-    """Return the five callbacks."""
+def suite(effective_batch_size: int) -> list[Callback]:
+    """Return the callbacks."""
     return [
         MemoryMonitor(),
         GradientCheckpointing(),
         AutomaticMixedPrecision(),
-        GradientAccumulation(steps=ACCUMULATED),
+        AutoAccumulation(effective_batch_size),
         EmptyCache(),
     ]
 
@@ -164,7 +164,7 @@ def train(with_suite: bool, args: argparse.Namespace) -> dict[str, Any]:
     """Train once and return the figures; without the suite, one big batch for the small ones."""
     seed_everything(args.seed, verbose=False)
     use_half_of_the_cores()
-    callbacks = suite() if with_suite else [MemoryMonitor(verbose=False)]
+    callbacks = suite(args.batch_size * ACCUMULATED) if with_suite else [MemoryMonitor(verbose=False)]
     probe = Probe()
     trainer = Trainer(
         max_epochs=1,
