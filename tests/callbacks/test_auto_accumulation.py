@@ -590,3 +590,36 @@ def test_off_is_whole_batches_from_the_next_one_on() -> None:
 
     model, *_ = train(Switch(), auto, model=Classifier(24, 8), max_epochs=1)
     assert model.sizes.seen == [2] * 4 + [8] + [2] * 4
+
+
+def test_batches_that_can_be_read_only_once_are_looked_at_when_they_come() -> None:
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self) -> Any:
+            x = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
+            return iter([(row, (row.sum() > 0).float()) for row in x])
+
+    class Streaming(Classifier):
+        def train_dataloader(self) -> Any:
+            return DataLoader(Stream(), batch_size=16)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    auto = AutoAccumulation()
+    model, trainer, *_ = train(auto, model=Streaming(limit=8), max_epochs=1)
+    assert auto.chosen == auto.largest == 8
+    assert trainer.global_step == 3
+    assert model.sizes.seen[-5:] == [8] * 5
+
+
+@pytest.mark.parametrize("split", ["step", "loader"])
+def test_the_loader_the_factor_and_the_loop_are_the_users_again(split: Any) -> None:
+    auto = AutoAccumulation(effective_batch_size=16, micro_batch_size=4, split=split)
+    model, trainer, *_ = train(auto, model=Classifier(32, 8), max_epochs=1)
+    assert trainer.accumulate_grad_batches == 1
+    assert max(model.sizes.seen) == 4
+    assert trainer.train_dataloader.batch_size == 8
+    assert trainer.num_training_batches == 4
+    assert type(trainer).__name__ == "Trainer"
+    assert "estimated_stepping_batches" not in vars(type(trainer)) or type(trainer) is pl.Trainer
+    assert trainer.global_step == 2
