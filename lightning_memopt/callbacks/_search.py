@@ -29,6 +29,7 @@ from lightning_memopt.core.memory import usable_bytes
 from lightning_memopt.core.micro_batch_search import MicroBatchSearch
 from lightning_memopt.core.oom import SampleTooLargeError
 from lightning_memopt.core.units import parse_size
+from lightning_memopt.core.weights import Weigher
 
 _LOOKED_AT = 3
 _SILENT_S = 3.0
@@ -45,7 +46,7 @@ class Search:
         pl_module: The model.
         memory: What a step may use, as a size or a share of what this process may use.
         split: The user's own way to cut a batch, if there is one: it decides which sizes there are.
-        weigh: From the parts of a batch to how much each counts.
+        weigh: From a part of a batch to how much it counts.
         worst: From the first few batches to the one to try sizes with.
         is_cut_on_host: Whether batches are cut before they are on the device.
         keeps_gradients: Whether a second set of gradients is kept where a step has several batches.
@@ -57,7 +58,7 @@ class Search:
     pl_module: pl.LightningModule
     memory: int | str
     split: Callable[[Any, int], list[Any]] | None
-    weigh: Callable[[list[Any]], list[float | Tensor]]
+    weigh: Weigher
     worst: Callable[[list[Any]], Any]
     is_cut_on_host: bool
     keeps_gradients: bool
@@ -159,7 +160,8 @@ class Search:
     def _look_for_coupling(self, trials: Trials, size: int) -> None:
         def halve(batch: Any) -> list[tuple[Any, float | Tensor]]:
             parts = (self.split or split_batch)(batch, 2)
-            return list(zip(parts, self.weigh(parts), strict=True))
+            weights = [self.weigh(part) for part in parts]
+            return [(x, 1.0 if w is None else w) for x, w in zip(parts, weights, strict=True)]
 
         losses = trials.compare_with_halves(size, halve)
         if losses is not None and not math.isclose(*losses, rel_tol=_SAME_LOSS, abs_tol=1e-6):

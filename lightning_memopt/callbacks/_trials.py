@@ -31,8 +31,9 @@ class Trials:
     """Runs steps of the model itself, outside of the Trainer's loop and without its hooks.
 
     A trial is forward, backward and the optimizer's step, and forward and backward once more, with
-    everything in memory that a later step finds there. The optimizer steps with gradients of zero,
-    past every hook on it, so that no weight runs away.
+    everything in memory that a later step finds there; where a second set of gradients is kept, the
+    optimizer steps beside it too. It steps past every hook on it, with gradients of zero, so that
+    no weight runs away.
 
     Args:
         trainer: The Trainer, about to train.
@@ -147,18 +148,19 @@ class Trials:
         return None
 
     def _step(self, size: int) -> float:
-        part = self._part_of(size)
+        part, optimizer = self._part_of(size), self._trainer.optimizers[0]
         self._forward_and_backward(part)
-        self._optimizer_step(self._trainer.optimizers[0])
+        self._optimizer_step(optimizer)
         aside = [p.grad for p in self._parameters] if self._keeps_gradients else []
-        if self._keeps_gradients:
+        if aside:
             self._forget_gradients()
         self._wait()
         start = time.perf_counter()
         self._forward_and_backward(part)
         self._wait()
         seconds = time.perf_counter() - start
-        del aside
+        if aside:
+            self._optimizer_step(optimizer)
         return seconds
 
     def _forward_and_backward(self, part: Any) -> None:

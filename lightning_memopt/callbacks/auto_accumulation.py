@@ -181,7 +181,7 @@ class AutoAccumulation(WindowWeighing):
             pl_module,
             self.memory,
             self.split_batch if is_own else None,
-            weigh,
+            self.weights.weigh,
             self.worst_batch,
             is_cut_on_host=self.split == "loader",
             keeps_gradients=self.recover,
