@@ -164,7 +164,9 @@ def train(with_suite: bool, args: argparse.Namespace) -> dict[str, Any]:
     """Train once and return the figures; without the suite, one big batch for the small ones."""
     seed_everything(args.seed, verbose=False)
     use_half_of_the_cores()
-    callbacks = suite(args.batch_size * ACCUMULATED) if with_suite else [MemoryMonitor(verbose=False)]
+    callbacks = (
+        suite(args.batch_size * ACCUMULATED) if with_suite else [MemoryMonitor(verbose=False)]
+    )
     probe = Probe()
     trainer = Trainer(
         max_epochs=1,

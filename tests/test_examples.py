@@ -30,6 +30,7 @@ RUN_HERE = {
     "comparison.py",
     "benchmarks/monitor_cost.py",
     "benchmarks/checkpointing_cost.py",
+    "benchmarks/accumulation_search.py",
 }
 
 # Lightning and its command line warn of their own dependencies here; examples are no test of that.
@@ -85,6 +86,7 @@ def test_there_is_a_config_for_each_callback_and_one_for_all() -> None:
         "memory_monitor",
         "gradient_checkpointing",
         "automatic_mixed_precision",
+        "auto_accumulation",
         "gradient_accumulation",
         "empty_cache",
         "all",
@@ -162,3 +164,41 @@ def test_the_checkpointing_benchmark_keeps_as_little_as_plain_torch(
         for chosen in ("each block", "each 2nd"):
             assert rows[chosen, "suite"]["peak_share"] < 0.9
             assert rows[chosen, "suite"]["peak_of_plain"] == pytest.approx(1, abs=0.01)
+
+
+def test_the_search_benchmark_compares_four_ways_and_writes_its_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    importlib.import_module("accumulation_search").main(
+        ["--cpu", "--models=gpt", "--gib=0.03", "--steps=2", "--out=figures.json"]
+    )
+    printed = capsys.readouterr().out
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    rows = {row["method"]: row for row in figures["results"]}
+    assert len(rows) == len(figures["results"]) == 5
+    for method, row in rows.items():
+        assert method.replace("BatchSizeFinder", "Finder") in printed
+        assert "error" not in row
+        assert 1 < row["trials"] <= row["passes"]
+        assert row["largest"] >= 1
+        assert row["seconds"] > 0
+    auto = rows["AutoAccumulation"]
+    assert auto["used"] <= auto["largest"] < 32
+    for method in ("AutoAccumulation", "BatchSizeFinder power", "BatchSizeFinder binsearch"):
+        assert rows[method]["fit"] == "ok"
+        assert rows[method]["steps"] >= 2
+    assert rows["by hand, within 90 %"]["largest"] <= rows["by hand, whole card"]["largest"]
+
+
+def test_the_search_benchmark_times_steps_that_are_not_cut(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    importlib.import_module("accumulation_search").main(
+        ["--cpu", "--overhead", "--models=gpt", "--rounds=1", "--steps=4", "--out=figures.json"]
+    )
+    printed = capsys.readouterr().out
+    rows = json.loads((tmp_path / "figures.json").read_text())["rows"]
+    assert len(rows) == 3
+    for name, row in rows.items():
+        assert name in printed
+        assert row["step_ms"] > 0

@@ -53,7 +53,7 @@ class EffectiveBatch:
         Raises:
             MisconfigurationException: The size can't be reached with this loader.
         """
-        if self._is_planned or not self.is_given:
+        if self._is_planned or not self.is_given or self._trainer.limit_train_batches == 0:
             return
         self._is_planned = True
         in_batch, ranks = samples_per_batch(self._trainer), self._trainer.world_size

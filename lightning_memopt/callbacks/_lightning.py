@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
+from lightning.fabric.accelerators.cuda import _clear_cuda_memory
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import CombinedLoader
 from torch.optim import Optimizer
@@ -193,3 +195,12 @@ def copy_loader(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
     copied = copy.copy(loader)
     vars(copied).update(changes, _iterator=None)
     return copied
+
+
+def clear_matmul_workspaces(device: torch.device) -> None:
+    """Free what cuBLAS keeps for the next product, as Lightning does when a fit ends.
+
+    PyTorch has no public call for it.
+    """
+    if device.type == "cuda":
+        _clear_cuda_memory()

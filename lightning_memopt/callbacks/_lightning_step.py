@@ -59,6 +59,9 @@ class StepOwner(Protocol):
     weights: WindowWeights
     metrics: StepMetrics
 
+    def begin(self, batch: Any) -> None:
+        """A batch comes; all hooks before it have run."""
+
     def cut(self, batch: Any) -> list[Part]:
         """Return the parts of a batch."""
 
@@ -94,6 +97,7 @@ class SplitOptimization(_AutomaticOptimization):
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> Any:
         """Do one batch."""
         run = super().run
+        self._owner.begin(kwargs["batch"])
 
         def once() -> Any:
             self.phase = FORWARD
@@ -110,12 +114,18 @@ class SplitOptimization(_AutomaticOptimization):
         closures = []
         for i, part in enumerate(self._parts):
             is_last = i == len(self._parts) - 1
+            # What has no weight may have no finite loss either, such as a mean over no tokens.
+            counts = is_last or isinstance(part.weight, Tensor) or part.weight != 0
             of_part = OrderedDict(kwargs)
             of_part["batch"] = part.batch
             closures.append(
                 Closure(
                     step_fn=self._make_step_fn(of_part),
-                    backward_fn=self._last(backward) if is_last else backward,
+                    backward_fn=self._last(backward, part)
+                    if is_last
+                    else backward
+                    if counts
+                    else None,
                     zero_grad_fn=zero_grad if i == 0 else None,
                 )
             )
@@ -136,13 +146,16 @@ class SplitOptimization(_AutomaticOptimization):
 
         return backward_fn
 
-    def _last(self, backward: Callable[[Tensor], None] | None) -> Any:
+    def _last(self, backward: Callable[[Tensor], None] | None, part: Part) -> Any:
         if backward is None:
             return None
+        is_alone = self.trainer.world_size == 1 and len(self._parts) > 1
+        counts = isinstance(part.weight, Tensor) or part.weight != 0
 
         def last_backward(loss: Tensor) -> None:
             self._owner.before_last_backward()
-            backward(loss)
+            if counts or not is_alone:
+                backward(loss)
 
         return last_backward
 
@@ -165,10 +178,12 @@ class _PartsClosure(AbstractClosure[ClosureResult]):
 
     def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
         """Do the parts."""
-        if len(self._parts) == 1:
-            self._owner.weights.take(self._parts[0].weight)
-            return self._closures[0].closure()
         trainer = self._loop.trainer
+        if len(self._parts) == 1 and trainer.world_size == 1:
+            self._owner.weights.take(self._parts[0].weight)
+            result = self._closures[0].closure()
+            self._owner.after_last_backward()
+            return result
         logs = PartLogs(trainer, self._owner.metrics)
         results = []
         for i, (part, closure) in enumerate(zip(self._parts, self._closures, strict=True)):
@@ -181,12 +196,12 @@ class _PartsClosure(AbstractClosure[ClosureResult]):
                 result = closure.closure()
             # The graph's loss would keep what backward needed of a part until the batch ends.
             results.append(None if result.loss is None else result.asdict())
+        self._owner.after_last_backward()
         logs.end()
         return _joined(self._parts, results)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor | None:
         self._result = self.closure(*args, **kwargs)
-        self._owner.after_last_backward()
         self._loop.phase = OPTIMIZER_STEP
         return self._result.loss
 

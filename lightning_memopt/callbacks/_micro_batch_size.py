@@ -9,7 +9,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_memopt.callbacks._effective_batch import EffectiveBatch
 from lightning_memopt.callbacks._lightning import PointWriter, logged_step
-from lightning_memopt.callbacks._search import Search
+from lightning_memopt.callbacks._search import NothingRanError, Search
 from lightning_memopt.callbacks._search_report import Found
 from lightning_memopt.callbacks._split_step import SplitStep
 
@@ -61,7 +61,13 @@ class MicroBatchSize:
     def search(self) -> None:
         """Look at the first batches of the loader and use what fits."""
         self._effective.use_micro_batches()  # whole optimizer steps, to look at
-        found = self._search.in_loader()
+        try:
+            found = self._search.in_loader()
+        except NothingRanError:
+            # A hook that comes later may make what the step needs.
+            if self._effective.samples is not None:
+                raise
+            found = None
         # What can be read only once is looked at when it comes.
         self._is_search_due = found is None
         if found is not None:
@@ -95,5 +101,5 @@ class MicroBatchSize:
             self._writer.add(values, logged_step(self._trainer))
 
     def _use_found(self, found: Found) -> None:
-        why = "as found" if found.chosen else "as the samples of a batch can't be told"
+        why = "as found" if found.chosen else "as sizes can't be tried"
         self.use(found.chosen, why, found.largest)

@@ -16,6 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.nn import SyncBatchNorm
+from torch.nn.parameter import is_lazy
 
 from lightning_memopt.callbacks._base import SuiteCallback, callbacks_of
 from lightning_memopt.callbacks._first_batches import first_batches
@@ -24,8 +25,14 @@ from lightning_memopt.callbacks._lightning_step import to_device
 from lightning_memopt.callbacks._peers import Peers
 from lightning_memopt.callbacks._search_report import Found, report, why_nothing_fits
 from lightning_memopt.callbacks._trials import TrialError, Trials
-from lightning_memopt.core.batches import count_samples, split_batch, take_samples
-from lightning_memopt.core.memory import usable_bytes
+from lightning_memopt.core.batches import (
+    copy_structure,
+    count_samples,
+    split_batch,
+    take_samples,
+)
+from lightning_memopt.core.generators import same_randomness
+from lightning_memopt.core.memory import read_memory, usable_bytes
 from lightning_memopt.core.micro_batch_search import MicroBatchSearch
 from lightning_memopt.core.oom import SampleTooLargeError
 from lightning_memopt.core.units import parse_size
@@ -35,6 +42,10 @@ _LOOKED_AT = 3
 _SILENT_S = 3.0
 _COMPARED = 16
 _SAME_LOSS = 0.02  # half precision differs by less
+
+
+class NothingRanError(RuntimeError):
+    """No trial ran, for another reason than memory."""
 
 
 @dataclass(frozen=True)
@@ -74,16 +85,18 @@ class Search:
         Raises:
             MisconfigurationException: A batch can't be cut, or a rank can't try by itself.
             SampleTooLargeError: Not even one sample fits.
-            RuntimeError: A trial failed for another reason and nothing ran before.
+            NothingRanError: A trial failed for another reason and nothing ran before.
         """
         self._refuse_untriable()
         batches = first_batches(self.trainer, _LOOKED_AT)
         if not batches:
             return None
         worst = self.worst(batches)
-        if self.is_cut_on_host:
-            return self._search(worst, partial(to_device, self.trainer))
-        return self._search(to_device(self.trainer, worst), lambda part: part)
+        # On its way to the device a batch may be augmented.
+        with same_randomness(self.trainer.strategy.root_device):
+            if self.is_cut_on_host:
+                return self._search(worst, partial(to_device, self.trainer))
+            return self._search(to_device(self.trainer, worst), lambda part: part)
 
     def in_batch(self, batch: Any) -> Found:
         """Search with a batch on the device; raises what `in_loader` does."""
@@ -112,19 +125,19 @@ class Search:
                 'can\'t cut it: override its `split_batch`, or use `split="loader"`, where the '
                 "loader makes smaller batches."
             )
-        if samples is None:
+        if samples is None or any(map(is_lazy, self.pl_module.parameters())):
             return Found(None, None)
 
         def part_of(size: int) -> Any:
             if size == samples:
-                return place(batch)
+                return place(copy_structure(batch))
             if self.split is not None:
                 return place(self.split(batch, math.ceil(samples / size))[0])
             return place(take_samples(batch, size))
 
-        return self._find(samples, part_of)
+        return self._find(batch, samples, part_of)
 
-    def _find(self, samples: int, part_of: Callable[[int], Any]) -> Found:
+    def _find(self, batch: Any, samples: int, part_of: Callable[[int], Any]) -> Found:
         usable = usable_bytes(self.trainer.strategy.root_device)
         size = parse_size(self.memory, "memory")
         limit = None if size.is_share and usable is None else size.of(usable or 0)
@@ -133,14 +146,14 @@ class Search:
             self.is_cut_on_host or self.trainer.accumulate_grad_batches > 1
         )
         trials = Trials(self.trainer, self.pl_module, part_of, limit, keeps)
-        with trials.without_trace():
+        with trials.without_trace(batch):
             failure = _try_sizes(search, trials)
             if search.chosen is not None and 1 < search.chosen < samples:
                 self._look_for_coupling(trials, min(search.chosen, _COMPARED))
         # Before anything is raised, so that no rank is left waiting.
         chosen, largest = (self.peers.least(x or 0) for x in (search.chosen, search.largest))
         if failure is not None and search.chosen is None:
-            raise RuntimeError(
+            raise NothingRanError(
                 f"`AutoAccumulation` found no size that runs, as a step fails with {failure}. Mend "
                 "it, or give `micro_batch_size`."
             )
@@ -150,7 +163,10 @@ class Search:
                 + _what_helps(self.trainer)
             )
         if chosen == 0:
-            raise RuntimeError("`AutoAccumulation`: on another rank not even one sample runs.")
+            raise NothingRanError(
+                "`AutoAccumulation` found no size that runs on another rank: see its output, or "
+                "give `micro_batch_size`."
+            )
         if failure is not None:
             rank_zero_warn(f"`AutoAccumulation` ended its trials early, at one with {failure}")
         found = Found(largest, chosen)
@@ -176,13 +192,17 @@ class Search:
 def circumstances(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
     """Return what a choice of micro-batch depends on, to know whether it still holds."""
     device = trainer.strategy.root_device
-    is_cuda = device.type == "cuda"
+    parameters = [p for p in pl_module.parameters() if not is_lazy(p)]
+    name = device.type
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
     return {
-        "device": str(torch.cuda.get_device_properties(device)) if is_cuda else device.type,
+        "device": name,
+        "memory": read_memory(device).device_total,
         "ranks": trainer.world_size,
         "precision": trainer.precision_plugin.precision,
-        "parameters": sum(parameter.numel() for parameter in pl_module.parameters()),
-        "trained": sum(p.numel() for p in pl_module.parameters() if p.requires_grad),
+        "parameters": sum(parameter.numel() for parameter in parameters),
+        "trained": sum(p.numel() for p in parameters if p.requires_grad),
         "suite": sorted(
             type(callback).__name__
             for callback in callbacks_of(trainer)

@@ -14,7 +14,7 @@ from lightning_memopt.core.units import GIB, format_bytes
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found; both are `None` where the samples of a batch can't be told.
+    """What a search found; both are `None` where no size can be tried.
 
     Attributes:
         largest: The largest number of samples that fits on every rank.

@@ -11,9 +11,10 @@ from torch.optim import Optimizer
 
 from lightning_memopt.callbacks._lightning_logs import LoopMark
 from lightning_memopt.core.ddp import ForwardMark
+from lightning_memopt.core.generators import keep
 from lightning_memopt.core.random_state import RandomState
 from lightning_memopt.core.replay import versions_of
-from lightning_memopt.core.rewind import Rewind
+from lightning_memopt.core.rewind import Rewind, weight_versions
 from lightning_memopt.core.weights import WindowWeights
 
 
@@ -30,6 +31,7 @@ class StepMark:
         rewind: The model's own state.
         weights: Those of the window at hand.
         optimizer: The optimizer that may step at the end of the batch.
+        generators: Random generators that the model holds.
         begins_window: Whether gradients start anew with this batch.
     """
 
@@ -40,6 +42,7 @@ class StepMark:
         rewind: Rewind,
         weights: WindowWeights,
         optimizer: Optimizer,
+        generators: list[Any],
         begins_window: bool,
     ) -> None:
         self._trainer = trainer
@@ -48,28 +51,32 @@ class StepMark:
         self._rewind = rewind
         self._rewind.mark()
         self._random = RandomState(trainer.strategy.root_device)
+        self._generators = [keep(generator) for generator in generators]
         self._weights = weights
         self._weighed = weights.total, weights.reference
         self._optimizer = optimizer
-        self._has_state = bool(optimizer.state)
-        self._probe = _probe(optimizer)
+        self._versions = weight_versions(parameters)
+        self._groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._forward = ForwardMark(trainer.model)
         self._aside: list[tuple[nn.Parameter, Tensor]] = []
+        self._is_added = False
         if not begins_window:
             self._aside = [(p, p.grad) for p in parameters if p.grad is not None]
             for parameter, _ in self._aside:
                 parameter.grad = None
 
     @property
-    def is_stepping_half_done(self) -> bool:
-        """Whether the optimizer has changed weights or its state, which can't be put back."""
-        now = _probe(self._optimizer)
-        if self._has_state:
-            return now != self._probe
-        return [weight for weight, _ in now] != [weight for weight, _ in self._probe]
+    def are_weights_changed(self) -> bool:
+        """Whether weights, or the optimizer's state, have changed, which can't be put back."""
+        if weight_versions(self._parameters) != self._versions:
+            return True
+        return bool(self._groups) and self._has_state and _probe(self._optimizer) != self._probe
 
     def add_what_was_set_aside(self) -> None:
         """Add the gradients of the batches before; they are kept until this mark is dropped."""
+        if self._is_added:
+            return
+        self._is_added = True
         with torch.no_grad():
             for parameter, gradient in self._aside:
                 if parameter.grad is None:
@@ -79,21 +86,35 @@ class StepMark:
                 else:
                     parameter.grad.add_(gradient)
 
+    def note_optimizer(self) -> None:
+        """Take down what the optimizer's step, which comes next, changes first."""
+        self._groups = [(group, dict(group)) for group in self._optimizer.param_groups]
+        self._has_state = bool(self._optimizer.state)
+        self._probe = _probe(self._optimizer)
+
     def put_back(self, was_stepping: bool) -> None:
         """Go back to the start of the step.
 
         Args:
             was_stepping: Whether all was done but the optimizer's step.
         """
+        self._is_added = False
         for parameter in self._parameters:
             parameter.grad = None
         if was_stepping:
             self._end_unscaling()
+            for group, options in self._groups:
+                group.clear()
+                group.update(options)
             if not self._has_state:
                 self._optimizer.state.clear()
+        self._groups = []
         self._loop.put_back()
         self._rewind.put_back()
         self._random.put_back()
+        for put_back in self._generators:
+            if put_back is not None:
+                put_back()
         self._weights.total, self._weights.reference = self._weighed
         self._forward.put_back()
 
@@ -104,16 +125,16 @@ class StepMark:
             scaler.update(new_scale=scaler.get_scale())
 
 
-def _probe(optimizer: Optimizer) -> list[tuple[list[int], list[Any]]]:
-    """Note the versions of what an optimizer changes first in each group.
+def _probe(optimizer: Optimizer) -> list[list[Any]]:
+    """Note the versions in the state of what an optimizer changes first in each group.
 
-    Optimizers go through a group in order, or through all of it at once.
+    Optimizers go through the gradients of a group in order, or through all of them at once.
     """
     found = []
     for group in optimizer.param_groups:
-        first = next((p for p in group["params"] if p.requires_grad), None)
+        first = next((p for p in group["params"] if p.grad is not None), None)
         if first is not None:
             state = list(optimizer.state.get(first, {}).values())
-            numbers = [value for value in state if not isinstance(value, Tensor)]
-            found.append((versions_of([first]), versions_of(state) + numbers))
+            numbers = [value for value in state if isinstance(value, int | float)]
+            found.append([*versions_of(state), *numbers])
     return found

@@ -16,6 +16,9 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_memopt.callbacks._lightning import clear_matmul_workspaces
+from lightning_memopt.callbacks._lightning_logs import unlogged
+from lightning_memopt.core.batches import tensors_of
 from lightning_memopt.core.memory import memory_reader
 from lightning_memopt.core.micro_batch_search import Trial
 from lightning_memopt.core.oom import is_out_of_memory
@@ -68,21 +71,26 @@ class Trials:
         self.asked = ""
 
     @contextmanager
-    def without_trace(self) -> Iterator[None]:
-        """Put everything back at the end: the model, the optimizer, loggers and random states."""
+    def without_trace(self, batch: Any) -> Iterator[None]:
+        """Put everything back at the end: model, optimizer, loggers, random states, the batch."""
         trainer, module = self._trainer, self._module
         loggers, should_stop = trainer.loggers, trainer.should_stop
-        with preserved(module, trainer.optimizers[0], self._device) as kept:
+        optimizer, tensors = trainer.optimizers[0], tensors_of(batch)
+        with preserved(module, optimizer, self._device, tensors) as kept, unlogged(trainer):
             self._host_bytes = kept.host_bytes if self._device.type == "cpu" else 0
             del kept  # the copies are to be gone when memory is given back
-            # A rank can't take part in what others don't do, and no value of a trial is to be seen.
+            # A rank can't take part in what others don't do.
             vars(module)["log"] = vars(module)["log_dict"] = _log_nothing
+            if trainer.world_size > 1:
+                vars(module)["all_gather"] = _refuse_to_gather
             trainer.loggers = [DummyLogger() for _ in loggers]
             try:
                 yield
             finally:
                 trainer.loggers, trainer.should_stop = loggers, should_stop
-        self._clean_up()
+                self._forget_gradients()
+        self._release()
+        clear_matmul_workspaces(self._device)
 
     def run(self, size: int) -> Trial:
         """Try a number of samples.
@@ -90,7 +98,8 @@ class Trials:
         Raises:
             TrialError: It failed for another reason than memory.
         """
-        self._clean_up()
+        self._forget_gradients()
+        self._release()
         counter = peak_counter(self._device)
         before = self._reader.read()
         span = counter.open()
@@ -142,6 +151,8 @@ class Trials:
             with torch.enable_grad():
                 return self._step(size)
         except Exception as error:
+            if isinstance(error, TrialError):
+                raise
             if not is_out_of_memory(error):
                 raise TrialError(f"{type(error).__name__}: {error}") from error
             self.asked = str(error).splitlines()[0]
@@ -151,9 +162,8 @@ class Trials:
         part, optimizer = self._part_of(size), self._trainer.optimizers[0]
         self._forward_and_backward(part)
         self._optimizer_step(optimizer)
-        aside = [p.grad for p in self._parameters] if self._keeps_gradients else []
-        if aside:
-            self._forget_gradients()
+        gradients = (p.grad for p in self._parameters if p.grad is not None)
+        aside = [gradient.clone() for gradient in gradients] if self._keeps_gradients else []
         self._wait()
         start = time.perf_counter()
         self._forward_and_backward(part)
@@ -177,7 +187,7 @@ class Trials:
             output = self._module.training_step(*arguments)
         loss = output.get("loss") if isinstance(output, dict) else output
         if not isinstance(loss, Tensor):
-            raise TrialError("`training_step` returned no loss, so nothing was tried")
+            raise TrialError("no loss from `training_step`")
         return loss
 
     def _optimizer_step(self, optimizer: Optimizer) -> None:
@@ -197,11 +207,14 @@ class Trials:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def _clean_up(self) -> None:
-        self._forget_gradients()
+    def _release(self) -> None:
         gc.collect()
         self._reader.release_cache()
 
 
 def _log_nothing(*args: Any, **kwargs: Any) -> None:
     """Stand in for `self.log`."""
+
+
+def _refuse_to_gather(*args: Any, **kwargs: Any) -> None:
+    raise TrialError("`all_gather`, in which a rank that tries sizes has no others")

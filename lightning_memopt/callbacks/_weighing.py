@@ -50,6 +50,8 @@ class WindowWeighing(ToggledCallback):
         if len(known) < len(weights):
             self._warn_of_unknown_weights(parts)
             known = [self.weights.unit / len(parts)] * len(parts)
+        if len(parts) > 1:  # what has no weight must be known before its backward
+            known = [float(weight) for weight in known]
         total = sum(known)
         if is_alone and not isinstance(total, Tensor):
             self.weights.reference = total  # nothing else is in this window
@@ -87,3 +89,4 @@ class WindowWeighing(ToggledCallback):
             total = trainer.strategy.all_gather(mine).mean()
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         correct(parameters, trainer.accumulate_grad_batches * self.weights.unit, total)
+        self.weights.begin()  # a step may come without a backward, as in SWA's last epoch

@@ -17,8 +17,9 @@ from lightning_memopt.callbacks._lightning import PointWriter, estimate_steps
 from lightning_memopt.callbacks._lightning_step import split_step
 from lightning_memopt.callbacks._micro_batch_size import MicroBatchSize
 from lightning_memopt.callbacks._peers import Peers
+from lightning_memopt.callbacks._recovering_step import RecoveringStep
 from lightning_memopt.callbacks._search import Search, circumstances
-from lightning_memopt.callbacks._split_step import RecoveringStep, SplitStep
+from lightning_memopt.callbacks._split_step import SplitStep
 from lightning_memopt.callbacks._weighing import WindowWeighing
 from lightning_memopt.core.batches import count_elements, split_batch
 from lightning_memopt.core.checks import check_bool, check_positive_int, check_weigh_by, check_word
@@ -45,7 +46,8 @@ class AutoAccumulation(WindowWeighing):
             memory and is mostly faster.
         memory: What a step may use, as a size or a share of what this process may use.
         split: `"step"` cuts each batch inside the step: nothing else in the run changes. `"loader"`
-            makes the loader give micro-batches, so that the large batch needs no memory anywhere.
+            makes the loader give micro-batches, so that the large batch is never on the device;
+            `disable` has no effect on it.
         recover: Whether a batch that runs out of memory is done again in smaller parts. In a window
             of several batches a second set of gradients is kept meanwhile.
         weigh_by: How much a micro-batch counts: `"samples"`, `"batches"` (all the same), or a
@@ -120,7 +122,9 @@ class AutoAccumulation(WindowWeighing):
         return max(batches, key=count_elements)
 
     def set_micro_batch_size(self, micro_batch_size: int | None) -> None:
-        """Ask for another number of samples at once, from the next batch on.
+        """Ask for another number of samples at once, while a fit runs.
+
+        It holds from the next batch on, with `split="loader"` from the next epoch on.
 
         Args:
             micro_batch_size: Samples at once, or `None` to search again, with the next batch.
@@ -167,12 +171,10 @@ class AutoAccumulation(WindowWeighing):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take over the step, with the micro-batch that is given, restored or found."""
         peers = Peers(trainer)
-        cut, weigh = self.split_batch, partial(self.weigh, trainer)
-        arguments = (trainer, pl_module, cut, weigh, self.weights)
-        self._step = (
-            RecoveringStep(*arguments, peers=peers, say=self._say)
-            if self.recover
-            else SplitStep(*arguments)
+        weigh = partial(self.weigh, trainer)
+        step = partial(RecoveringStep, peers=peers, say=self._say) if self.recover else SplitStep
+        self._step = step(
+            trainer, pl_module, self.split_batch, weigh, self.weights, self._begin_batch
         )
         self.undo.callback(split_step(trainer, self._step))
         is_own = type(self).split_batch is not AutoAccumulation.split_batch
@@ -189,10 +191,13 @@ class AutoAccumulation(WindowWeighing):
             writer=self._writer,
         )
         self._size = MicroBatchSize(trainer, self._step, search, self._effective, self._writer)
-        self._here = circumstances(trainer, pl_module)
+        self._here = circumstances(trainer, pl_module) | {
+            "asked": [self.effective_batch_size, self.memory, self.split]
+        }
+        is_known = self._restored is not None and self._restored["here"] == self._here
         if self.micro_batch_size is not None:
             self._size.use(self.micro_batch_size, "as given")
-        elif self._restored is not None and self._restored["here"] == self._here:
+        elif peers.all(is_known) and self._restored is not None:
             self._size.use(self._restored["chosen"], "as resumed", self._restored["largest"])
         else:
             self._size.search()
@@ -204,15 +209,6 @@ class AutoAccumulation(WindowWeighing):
             asked, self._asked = self._asked, ()
             self._size.answer(asked)
             self._effective.use_micro_batches(self._size.chosen)
-
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Do what was asked for."""
-        if self.split == "step":
-            asked, self._asked = self._asked, ()
-            self._size.answer(asked, batch)
-        self._step.micro_batch_size = self._size.chosen if self.enabled else None
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Log a change."""
@@ -227,6 +223,12 @@ class AutoAccumulation(WindowWeighing):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the choice of a checkpoint, to be used if all is as it was."""
         self._restored = state_dict or None
+
+    def _begin_batch(self, batch: Any) -> None:
+        if self.split == "step":
+            asked, self._asked = self._asked, ()
+            self._size.answer(asked, batch)
+        self._step.micro_batch_size = self._size.chosen if self.enabled else None
 
     def _say(self, line: str) -> None:
         self._size.take_from_step(line)

@@ -105,9 +105,22 @@ def count_elements(batch: Any) -> int:
         >>> count_elements({"x": torch.zeros(4, 3), "y": [torch.zeros(4)]})
         16
     """
+    return sum(tensor.numel() for tensor in tensors_of(batch))
+
+
+def tensors_of(batch: Any) -> list[Tensor]:
+    """Return the tensors in a batch."""
     if isinstance(batch, Tensor):
-        return batch.numel()
-    return sum(count_elements(item) for _, item in items_of(batch))
+        return [batch]
+    return [tensor for _, item in items_of(batch) for tensor in tensors_of(item)]
+
+
+def copy_structure(batch: Any) -> Any:
+    """Return a batch of the same tensors, of which items can be taken away."""
+    if isinstance(batch, PackedSequence):
+        return batch
+    items = [(key, copy_structure(item)) for key, item in items_of(batch)]
+    return rebuild(batch, items) if items else batch
 
 
 def items_of(value: Any) -> Iterable[tuple[Any, Any]]:

@@ -27,7 +27,7 @@ def same_randomness(device: torch.device, *objects: Any) -> Iterator[None]:
         objects: Objects whose own generators are put back too, as far as `held_by` finds them.
     """
     state = RandomState(device)
-    undo = [put_back for each in held_by(*objects) if (put_back := _keep(each)) is not None]
+    undo = [put_back for each in held_by(*objects) if (put_back := keep(each)) is not None]
     try:
         yield
     finally:
@@ -66,8 +66,8 @@ def _held(value: Any) -> Iterable[Any]:
     return getattr(value, "__dict__", {}).values()
 
 
-def _keep(value: Any) -> Callable[[], Any] | None:
-    """Return what puts the state of a generator back, `None` for what is none."""
+def keep(value: Any) -> Callable[[], Any] | None:
+    """Return a function that puts the state of a generator back, `None` for what is none."""
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
         return partial(value.setstate, value.getstate())
     if isinstance(value, torch.Generator):

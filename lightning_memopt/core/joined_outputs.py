@@ -78,9 +78,17 @@ def weighted_mean(values: Sequence[Value], weights: Sequence[Weight]) -> Value:
         )
     else:
         shares = [weight / total if total else even for weight in weights]
-        mean = sum(value * share for value, share in zip(values, shares, strict=True) if share)
+        # In double, so that the mean of what is the same in every part is that to the last bit.
+        mean = sum(
+            _in_double(value) * share for value, share in zip(values, shares, strict=True) if share
+        )
     result: Value = mean.to(first.dtype) if isinstance(first, Tensor) else mean
     return result
+
+
+def _in_double(value: Any) -> Any:
+    has_doubles = isinstance(value, Tensor) and value.device.type != "mps"
+    return value.double() if has_doubles and value.is_floating_point() else value
 
 
 def _join(values: Sequence[Any], sizes: Sizes, weights: Sequence[Weight]) -> Any:

@@ -31,6 +31,9 @@ class Halves:
         self.metrics = StepMetrics([])
         self.calls: list[str] = []
 
+    def begin(self, batch: list[Tensor]) -> None:
+        self.calls.append("begin")
+
     def cut(self, batch: list[Tensor]) -> list[Part]:
         return [Part([x], len(x), 0.5) for x in batch[0].chunk(2)]
 
@@ -69,7 +72,7 @@ def test_the_loop_asks_its_owner_and_is_given_back_with_its_counts() -> None:
     trainer = make_trainer(install)
     trainer.fit(model)
     one = ["before last", "after last", "the optimizer's step"]
-    assert owner.calls == ["do 0", *one, "do 1", *one]
+    assert owner.calls == ["begin", "do 0", *one, "begin", "do 1", *one]
     assert model.grads == [1, 1]
     assert type(install.before) is automatic._AutomaticOptimization
     assert type(install.during) is SplitOptimization
