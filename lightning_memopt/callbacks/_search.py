@@ -25,12 +25,7 @@ from lightning_memopt.callbacks._lightning_step import to_device
 from lightning_memopt.callbacks._peers import Peers
 from lightning_memopt.callbacks._search_report import Found, report, why_nothing_fits
 from lightning_memopt.callbacks._trials import TrialError, Trials
-from lightning_memopt.core.batches import (
-    copy_structure,
-    count_samples,
-    split_batch,
-    take_samples,
-)
+from lightning_memopt.core.batches import count_samples, split_batch, take_samples
 from lightning_memopt.core.generators import same_randomness
 from lightning_memopt.core.memory import read_memory, usable_bytes
 from lightning_memopt.core.micro_batch_search import MicroBatchSearch
@@ -130,7 +125,7 @@ class Search:
 
         def part_of(size: int) -> Any:
             if size == samples:
-                return place(copy_structure(batch))
+                return place(batch)
             if self.split is not None:
                 return place(self.split(batch, math.ceil(samples / size))[0])
             return place(take_samples(batch, size))

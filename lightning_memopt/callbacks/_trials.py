@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_memopt.callbacks._lightning import clear_matmul_workspaces
 from lightning_memopt.callbacks._lightning_logs import unlogged
-from lightning_memopt.core.batches import tensors_of
+from lightning_memopt.core.batches import copy_structure, tensors_of
 from lightning_memopt.core.memory import memory_reader
 from lightning_memopt.core.micro_batch_search import Trial
 from lightning_memopt.core.oom import is_out_of_memory
@@ -180,7 +180,7 @@ class Trials:
         self._module.backward(loss)
 
     def _loss(self, part: Any) -> Tensor:
-        arguments = [part]
+        arguments = [copy_structure(part)]  # a step may take items out of its batch
         if is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2):
             arguments.append(0)
         with self._trainer.precision_plugin.train_step_context():

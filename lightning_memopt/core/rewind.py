@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 # Parameters, modules and hooks; buffers are looked at, as a step may bind others.
 _OF_EVERY_MODULE = set(vars(nn.Module())) - {"_buffers"}
@@ -155,8 +156,8 @@ class Rewind:
 
 
 def weight_versions(parameters: Iterable[nn.Parameter]) -> list[int]:
-    """Return the counters of in-place changes; those of inference tensors don't count."""
-    return [0 if p.is_inference() else p._version for p in parameters]
+    """Return the counters of in-place changes; some tensors have none."""
+    return [0 if is_lazy(p) or p.is_inference() else p._version for p in parameters]
 
 
 def is_writable(tensor: Tensor) -> bool:

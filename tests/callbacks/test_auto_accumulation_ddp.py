@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memopt import AutoAccumulation
-from tests.models import OOM_TEXT, make_trainer
+from tests.models import OOM_TEXT, Recorder, make_trainer
 from tests.ranks import make_rank_trainer, run_two_ranks
 
 PER_RANK, BATCH = 24, 8
@@ -169,3 +169,28 @@ def test_out_of_memory_while_gradients_synchronise_stops_both_with_the_reason(tm
     first, second = run_two_ranks(fit_failing_in_sync, tmp_path)
     assert "Out of memory while gradients were synchronised" in second
     assert "Another rank has stopped, probably out of memory" in first
+
+
+class Logging(Model):
+    """Synchronises a value of each step, as `sync_dist=True` does."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+
+def fit_with_synchronised_logs(rank: int) -> list[list[float]]:
+    values = []
+    for fails in (("", 0), ("forward", 1) if rank else ("", 0)):
+        model, recorder = Logging(rank, fails=fails), Recorder()
+        auto = AutoAccumulation(micro_batch_size=8)
+        make_rank_trainer(auto, logger=recorder, log_every_n_steps=1).fit(model)
+        values.append(recorder.values("loss_step"))
+    return values
+
+
+def test_a_value_that_ranks_synchronise_is_synchronised_once_they_are_all_done(tmp_path: Path):
+    first, _ = run_two_ranks(fit_with_synchronised_logs, tmp_path)
+    assert len(first[0]) == 3
+    assert first[1] == pytest.approx(first[0], rel=1e-4)
