@@ -109,9 +109,9 @@ def assert_close(found: nn.Module, expected: nn.Module, **kwargs: Any) -> None:
 LOGGED = ["loss", "positives", "highest", "accuracy", "auroc", "returned"]
 
 
-@pytest.mark.parametrize("factor", [1, 2, 3])
+@pytest.mark.parametrize("factor", [1, 3])
 @pytest.mark.parametrize("recover", [True, False])
-@pytest.mark.parametrize("size", [1, 3, 4, 100])
+@pytest.mark.parametrize("size", [1, 3, 100])
 def test_parts_train_and_log_as_the_whole_batch(size: int, recover: bool, factor: int) -> None:
     plain, trainer, logs, outputs = train(*([GradientAccumulation(factor)] if factor > 1 else []))
     auto = AutoAccumulation(micro_batch_size=size, recover=recover)
