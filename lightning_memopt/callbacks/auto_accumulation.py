@@ -20,6 +20,7 @@ from lightning_memopt.callbacks._peers import Peers
 from lightning_memopt.callbacks._recovering_step import RecoveringStep
 from lightning_memopt.callbacks._search import Search, circumstances
 from lightning_memopt.callbacks._split_step import SplitStep
+from lightning_memopt.callbacks._train_loaders import samples_per_batch
 from lightning_memopt.callbacks._weighing import WindowWeighing
 from lightning_memopt.core.batches import count_elements, split_batch
 from lightning_memopt.core.checks import check_bool, check_positive_int, check_weigh_by, check_word
@@ -192,7 +193,8 @@ class AutoAccumulation(WindowWeighing):
         )
         self._size = MicroBatchSize(trainer, self._step, search, self._effective, self._writer)
         self._here = circumstances(trainer, pl_module) | {
-            "asked": [self.effective_batch_size, self.memory, self.split]
+            "asked": [self.effective_batch_size, self.memory, self.split],
+            "batch": samples_per_batch(trainer),
         }
         is_known = self._restored is not None and self._restored["here"] == self._here
         if self.micro_batch_size is not None:

@@ -339,7 +339,9 @@ def test_a_split_that_can_not_go_on_ends_with_the_original_error() -> None:
     assert len(model.kept[0]) <= 3
 
 
-@pytest.mark.parametrize("kwargs", [{"memory": "80%"}, {"effective_batch_size": 16}])
+@pytest.mark.parametrize(
+    "kwargs", [{"memory": "80%"}, {"effective_batch_size": 16}, {"batch_size": 16}]
+)
 def test_a_choice_made_for_something_else_is_not_resumed(kwargs: Any, tmp_path: Any) -> None:
     path = tmp_path / "last.ckpt"
 
@@ -349,7 +351,9 @@ def test_a_choice_made_for_something_else_is_not_resumed(kwargs: Any, tmp_path: 
                 trainer.save_checkpoint(path)
 
     train(Model(limit=4), AutoAccumulation(), Save(), max_epochs=2)
+    batch_size = kwargs.pop("batch_size", BATCH)
     model = Model(limit=4)
+    loader = DataLoader(model.train_dataloader().dataset, batch_size)
     trainer = make_trainer(AutoAccumulation(**kwargs), max_epochs=2)
-    trainer.fit(model, ckpt_path=path)
-    assert max(model.kept[0]) == 8  # tried again
+    trainer.fit(model, loader, ckpt_path=path)
+    assert max(model.kept[0]) == batch_size  # tried again
