@@ -47,6 +47,11 @@ class Part:
     size: int | None
     weight: float | Tensor
 
+    @property
+    def has_weight(self) -> bool:
+        """Whether it counts; on a device it may."""
+        return isinstance(self.weight, Tensor) or self.weight != 0
+
 
 class StepOwner(Protocol):
     """Decides how a batch is done.
@@ -112,20 +117,17 @@ class SplitOptimization(_AutomaticOptimization):
         zero_grad = self._make_zero_grad_fn(batch_idx, optimizer)
         backward = self._make_backward_fn(optimizer)
         closures = []
+        # What has no weight may have no finite loss either, such as a mean over no tokens.
         for i, part in enumerate(self._parts):
-            is_last = i == len(self._parts) - 1
-            # What has no weight may have no finite loss either, such as a mean over no tokens.
-            counts = is_last or isinstance(part.weight, Tensor) or part.weight != 0
             of_part = OrderedDict(kwargs)
             of_part["batch"] = part.batch
+            backward_of_part = backward if part.has_weight else None
+            if i == len(self._parts) - 1:
+                backward_of_part = self._last(backward, part)
             closures.append(
                 Closure(
                     step_fn=self._make_step_fn(of_part),
-                    backward_fn=self._last(backward, part)
-                    if is_last
-                    else backward
-                    if counts
-                    else None,
+                    backward_fn=backward_of_part,
                     zero_grad_fn=zero_grad if i == 0 else None,
                 )
             )
@@ -149,12 +151,12 @@ class SplitOptimization(_AutomaticOptimization):
     def _last(self, backward: Callable[[Tensor], None] | None, part: Part) -> Any:
         if backward is None:
             return None
-        is_alone = self.trainer.world_size == 1 and len(self._parts) > 1
-        counts = isinstance(part.weight, Tensor) or part.weight != 0
+        # Ranks synchronise in it, and a batch that isn't cut is as without the callback.
+        is_needed = part.has_weight or self.trainer.world_size > 1 or len(self._parts) == 1
 
         def last_backward(loss: Tensor) -> None:
             self._owner.before_last_backward()
-            if counts or not is_alone:
+            if is_needed:
                 backward(loss)
 
         return last_backward

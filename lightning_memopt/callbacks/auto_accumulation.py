@@ -208,8 +208,7 @@ class AutoAccumulation(WindowWeighing):
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Do what was asked for, and let a loader that was made anew give micro-batches too."""
         if self.split == "loader":
-            asked, self._asked = self._asked, ()
-            self._size.answer(asked)
+            self._answer()
             self._effective.use_micro_batches(self._size.chosen)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -228,9 +227,12 @@ class AutoAccumulation(WindowWeighing):
 
     def _begin_batch(self, batch: Any) -> None:
         if self.split == "step":
-            asked, self._asked = self._asked, ()
-            self._size.answer(asked, batch)
+            self._answer(batch)
         self._step.micro_batch_size = self._size.chosen if self.enabled else None
+
+    def _answer(self, batch: Any = None) -> None:
+        asked, self._asked = self._asked, ()
+        self._size.answer(asked, batch)
 
     def _say(self, line: str) -> None:
         self._size.take_from_step(line)

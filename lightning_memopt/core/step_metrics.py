@@ -11,6 +11,8 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
+from lightning_memopt.core.rewind import Attributes, TensorValues
+
 _MERGES: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     dim_zero_sum: torch.add,
     dim_zero_max: torch.maximum,
@@ -51,7 +53,8 @@ class StepMetrics:
     def __init__(self, metrics: Iterable[Metric]) -> None:
         self._metrics = list(metrics)
         self._mergeable = [metric for metric in self._metrics if _is_mergeable(metric)]
-        self._before: list[_Snapshot] = []
+        self._before: Attributes | None = None
+        self._values_before = TensorValues()
         self._updates: list[tuple[Metric, Any]] = []
         # By id: a metric's hash goes through its states.
         self._states: dict[int, _MergedStates] = {}
@@ -59,7 +62,8 @@ class StepMetrics:
 
     def begin(self) -> None:
         """Start a batch, before its first part; `end` or `cancel` must follow."""
-        self._before = [_Snapshot(metric) for metric in self._metrics]
+        self._before = Attributes(self._metrics)
+        self._values_before.keep(self._before.tensors())
         self._values, self._states = {}, {}
         self._updates = [(metric, vars(metric)["update"]) for metric in self._mergeable]
         for metric, update in self._updates:
@@ -79,13 +83,14 @@ class StepMetrics:
                 value = states.compute(metric)
                 if value is not None:
                     self._values[id(metric)] = vars(metric)["_forward_cache"] = value
-        self._before, self._updates, self._states = [], [], {}
+        self._before, self._updates, self._states = None, [], {}
 
     def cancel(self) -> None:
         """Put all metrics back to where they were at `begin`; does nothing after `end`."""
-        for snapshot in self._before:
-            snapshot.put_back()
-        self._before, self._updates, self._states = [], [], {}
+        if self._before is not None:
+            self._before.put_back()
+            self._values_before.put_back()
+        self._before, self._updates, self._states = None, [], {}
 
     def value_of(self, metric: Metric) -> Any:
         """Return the value of a metric for the last batch that ended.
@@ -107,28 +112,6 @@ class StepMetrics:
         update(*args, **kw)
         if metric._enable_grad:  # set only while `forward` holds the state of this call alone
             self._states.setdefault(id(metric), _MergedStates()).add(metric)
-
-
-class _Snapshot:
-    """All that a metric holds at one moment."""
-
-    def __init__(self, metric: Metric) -> None:
-        self._attributes = vars(metric)
-        self._before = dict(self._attributes)
-        # Copies, as `update` works in place and `reset` empties the very lists.
-        self._copies: list[tuple[Any, Any]] = [
-            (state, list(state) if isinstance(state, list) else state.detach().clone())
-            for state in metric.metric_state.values()
-        ]
-
-    def put_back(self) -> None:
-        self._attributes.clear()
-        self._attributes.update(self._before)
-        for state, copy in self._copies:
-            if isinstance(state, list):
-                state[:] = copy
-            else:
-                state.detach().copy_(copy)
 
 
 class _MergedStates:
