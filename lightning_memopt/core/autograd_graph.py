@@ -1,0 +1,83 @@
+"""What an autograd graph holds, read from the graph itself: nothing is recorded beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+_SAVED = "_raw_saved_"
+
+
+def graph_nodes(tensors: Iterable[Tensor], limit: int | None = None) -> Iterator[Node]:
+    """Yield each node of the graphs behind some tensors once, leaves included.
+
+    Args:
+        tensors: Tensors; those without a graph are passed over.
+        limit: The most nodes to yield.
+    """
+    ready: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    seen = set(ready)
+    count = 0
+    while ready and count != limit:
+        node = ready.pop()
+        count += 1
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                ready.append(following)
+
+
+def saved_tensors(node: Node) -> Iterator[Tensor]:
+    """Yield the tensors that a node keeps for its backward.
+
+    Only for graphs that nobody runs backward through any more: to see a saved tensor without
+    unpacking it, which could compute or load it again, a pair of hooks that do nothing is left on
+    it. What has hooks already, as under a checkpoint, and what backward has freed, is passed over.
+    """
+    for name in dir(node):
+        if name.startswith(_SAVED):
+            yield from _values_of(getattr(node, name))
+
+
+def _values_of(raw: Any) -> Iterator[Tensor]:
+    if isinstance(raw, tuple | list):
+        for each in raw:
+            yield from _values_of(each)
+    elif raw is not None:
+        found: list[Tensor] = []
+
+        def pack(tensor: Tensor) -> Tensor:
+            found.append(tensor)
+            return tensor
+
+        try:
+            raw.register_hooks(pack, _same)
+        except RuntimeError:  # no value, freed, or hooks of somebody else
+            return
+        yield from found
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def is_freed(node: Node) -> bool:
+    """Return whether backward has been through a node, so that what it kept is gone.
+
+    A node that keeps nothing is never freed.
+    """
+    return any(_is_freed(getattr(node, name)) for name in dir(node) if name.startswith(_SAVED))
+
+
+def _is_freed(raw: Any) -> bool:
+    if isinstance(raw, tuple | list):
+        return any(_is_freed(each) for each in raw)
+    try:
+        raw.register_hooks(_same, _same)
+    except RuntimeError as error:
+        return "has been freed" in str(error)
+    return False
