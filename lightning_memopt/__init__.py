@@ -6,6 +6,7 @@ from lightning_memopt.callbacks.empty_cache import EmptyCache
 from lightning_memopt.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_memopt.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_memopt.callbacks.memory_monitor import MemoryMonitor
+from lightning_memopt.callbacks.oom_report import OOMReport
 from lightning_memopt.core.batches import split_batch
 from lightning_memopt.core.layers import select_layers
 from lightning_memopt.core.memory import read_memory
@@ -21,6 +22,7 @@ __all__ = [
     "GradientAccumulation",
     "GradientCheckpointing",
     "MemoryMonitor",
+    "OOMReport",
     "checkpoint_layers",
     "is_out_of_memory",
     "is_recomputing",

@@ -28,6 +28,7 @@ PUBLIC = {
     "GradientAccumulation",
     "GradientCheckpointing",
     "MemoryMonitor",
+    "OOMReport",
     "checkpoint_layers",
     "is_out_of_memory",
     "is_recomputing",
@@ -39,7 +40,8 @@ CORE = "lightning_memopt.core"
 CALLBACKS = "lightning_memopt.callbacks"
 LEAVES = {f"{CORE}.units", f"{CORE}.checks"}
 PLANNING = {
-    f"{CORE}.{name}" for name in ("accumulation", "cache_policy", "micro_batch_search", "planner")
+    f"{CORE}.{name}"
+    for name in ("accumulation", "cache_policy", "micro_batch_search", "oom_diagnosis", "planner")
 }
 LIGHTNING = {"lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning"}
 COMPOSERS = {f"{CALLBACKS}.memory_optimizer"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,7 @@ from lightning_memopt.core.batches import tensors_of
 from lightning_memopt.core.generators import held_by, keep
 from lightning_memopt.core.memory import memory_reader
 from lightning_memopt.core.micro_batch_search import next_parts
-from lightning_memopt.core.oom import is_out_of_memory
+from lightning_memopt.core.oom import is_out_of_memory, requested_bytes
 from lightning_memopt.core.replay import versions_of
 from lightning_memopt.core.rewind import Rewind
 from lightning_memopt.core.units import format_bytes
@@ -164,12 +163,8 @@ class _PeerFailedError(Exception):
 
 
 def _asked_for(error: Exception) -> str:
-    found = re.search(r"allocate ([\d.]+) (\w+)", str(error))
-    if found is None:
-        return ""
-    size, unit = found.groups()
-    asked = format_bytes(int(size)) if unit == "bytes" else f"{size} {unit}"
-    return f" ({asked} asked for)"
+    size = requested_bytes(error)
+    return "" if size is None else f" ({format_bytes(size)} asked for)"
 
 
 def _advised(error: Exception, advice: str) -> Exception:

@@ -27,7 +27,8 @@ from lightning_memopt.callbacks._search_report import Found, report, why_nothing
 from lightning_memopt.callbacks._trials import TrialError, Trials
 from lightning_memopt.core.batches import count_samples, split_batch, take_samples
 from lightning_memopt.core.generators import same_randomness
-from lightning_memopt.core.memory import read_memory, usable_bytes
+from lightning_memopt.core.memory import read_memory
+from lightning_memopt.core.memory_limits import usable_bytes
 from lightning_memopt.core.micro_batch_search import MicroBatchSearch
 from lightning_memopt.core.oom import SampleTooLargeError
 from lightning_memopt.core.units import parse_size

@@ -68,7 +68,7 @@ def _same(tensor: Tensor) -> Tensor:
 def is_freed(node: Node) -> bool:
     """Return whether backward has been through a node, so that what it kept is gone.
 
-    A node that keeps nothing is never freed.
+    A node that keeps nothing is never freed. The same holds for its graph as for `saved_tensors`.
     """
     return any(_is_freed(getattr(node, name)) for name in dir(node) if name.startswith(_SAVED))
 

@@ -109,12 +109,21 @@ def system_used_and_total() -> tuple[int, int]:
 def usable_bytes() -> int:
     """Return how large this process's resident memory may become, in bytes.
 
-    The least of: what is resident now plus what the machine has available, what the control group
-    leaves to this process, and what the limit on the address space leaves.
+    The least of its limit and of what is resident now plus what the machine has available.
     """
+    return min(limit_bytes(), resident_bytes() + int(psutil.virtual_memory().available))
+
+
+def limit_bytes() -> int:
+    """Return how large this process's resident memory may become if others used none, in bytes.
+
+    The least of the machine's memory, what the control group leaves to this process, and what the
+    limit on the address space leaves.
+    """
+    room = [value for value in (_cgroup_room(), _address_space_room()) if value is not None]
     resident = resident_bytes()
-    room = [int(psutil.virtual_memory().available), _cgroup_room(), _address_space_room()]
-    return resident + max(0, min(value for value in room if value is not None))
+    total = int(psutil.virtual_memory().total)
+    return min([total, *(resident + max(0, value) for value in room)])
 
 
 def _cgroup_room() -> int | None:

@@ -92,24 +92,6 @@ def memory_reader(device: torch.device) -> MemoryReader:
     raise _unreadable(str(device))
 
 
-def usable_bytes(device: torch.device) -> int | None:
-    """Return how much of a device this process may use, in bytes, or `None` where it is unknown.
-
-    That is what it holds already and what is free, within its own share where it has one
-    (`set_per_process_memory_fraction`); on a CPU see `host_memory.usable_bytes`.
-    """
-    if device.type == "cpu":
-        return host_memory.usable_bytes()
-    module: Any = torch.get_device_module(device)
-    try:
-        free, total = module.mem_get_info(device)
-        usable = free + module.memory_reserved(device)
-    except (AttributeError, RuntimeError):  # not offered for every device
-        return None
-    share = getattr(module, "get_per_process_memory_fraction", None)
-    return int(usable if share is None else min(usable, share(device) * total))
-
-
 def _unreadable(device: object) -> ValueError:
     here = '"cpu"'
     if torch.accelerator.is_available():

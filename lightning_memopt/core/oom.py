@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
+
+from lightning_memopt.core.units import parse_size
+
+_REQUEST = re.compile(r"allocate (\d+(?:\.\d+)?) ?([KMGT]i?B|bytes)\b")
 
 # What PyTorch and its libraries say where they don't raise `torch.OutOfMemoryError`.
 _TEXTS = (
@@ -45,13 +51,32 @@ def is_out_of_memory(exception: BaseException) -> bool:
         >>> is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
         False
     """
+    return out_of_memory_in(exception) is not None
+
+
+def out_of_memory_in(exception: BaseException) -> BaseException | None:
+    """Return the exception that says so: this one, or one that it was raised from."""
     seen: set[int] = set()
     error: BaseException | None = exception
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         if isinstance(error, torch.OutOfMemoryError | MemoryError):
-            return True
+            return error
         if isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _TEXTS):
-            return True
+            return error
         error = error.__cause__
-    return False
+    return None
+
+
+def requested_bytes(error: BaseException) -> int | None:
+    """Return how much was asked for, as the text of an error has it (rounded there).
+
+    Example:
+        >>> requested_bytes(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB."))
+        2147483648
+    """
+    found = _REQUEST.search(str(error))
+    if found is None or not float(found[1]):
+        return None
+    size, unit = found.groups()
+    return parse_size(f"{size} {'B' if unit == 'bytes' else unit}").of(0)

@@ -169,6 +169,7 @@ both_versions = pytest.mark.parametrize("version", [1, 2])
 
 def test_without_a_limit_the_machine_decides(roomy):
     assert host_memory.usable_bytes() == 101 * GIB
+    assert host_memory.limit_bytes() == 200 * GIB
 
 
 @both_versions
@@ -176,7 +177,7 @@ def test_without_a_limit_the_machine_decides(roomy):
 def test_a_control_group_leaves_its_limit_less_what_it_uses(roomy, version, path):
     (roomy / "cgroup").write_text(MINE[version].format(path))
     make_group(roomy, version, path, 8 * GIB, 3 * GIB)
-    assert host_memory.usable_bytes() == 6 * GIB
+    assert host_memory.usable_bytes() == host_memory.limit_bytes() == 6 * GIB
 
 
 @both_versions

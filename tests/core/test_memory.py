@@ -10,7 +10,7 @@ import torch
 
 import lightning_memopt
 from lightning_memopt.core import host_memory, memory
-from lightning_memopt.core.memory import MemoryReading, memory_reader, read_memory, usable_bytes
+from lightning_memopt.core.memory import MemoryReading, memory_reader, read_memory
 from lightning_memopt.core.units import MIB
 
 SIZE = 256 * MIB
@@ -256,24 +256,3 @@ def test_fragmentation_is_the_share_of_reserved_that_is_not_allocated(
 def test_a_reading_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError, match="allocated"):
         read_memory("cpu").allocated = 0
-
-
-def test_what_a_process_may_use_of_a_cpu_is_the_hosts_answer(monkeypatch):
-    monkeypatch.setattr(host_memory, "usable_bytes", lambda: 123)
-    assert usable_bytes(torch.device("cpu")) == 123
-
-
-def test_what_a_device_does_not_tell_is_unknown(monkeypatch):
-    monkeypatch.setattr(torch, "get_device_module", lambda device: object())
-    assert usable_bytes(torch.device("meta")) is None
-
-
-@pytest.mark.parametrize(("fraction", "expected"), [(1.0, 70), (0.5, 50)])
-def test_other_processes_and_the_own_share_limit_what_may_be_used(monkeypatch, fraction, expected):
-    class Module:
-        mem_get_info = staticmethod(lambda device: (40, 100))  # 30 of 60 in use are ours
-        memory_reserved = staticmethod(lambda device: 30)
-        get_per_process_memory_fraction = staticmethod(lambda device: fraction)
-
-    monkeypatch.setattr(torch, "get_device_module", lambda device: Module)
-    assert usable_bytes(torch.device("cuda", 0)) == expected

@@ -1,0 +1,166 @@
+"""Where in the code an exception was raised: the user's own line, the module, the phase."""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import sysconfig
+import traceback
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+# Functions that say by their name what is going on, PyTorch's and Lightning's. The innermost
+# counts: Lightning runs forward and backward within the optimizer's step.
+_PHASES = {
+    "training_step": "forward",
+    "backward": "backward",
+    "validation_step": "validation",
+    "test_step": "test",
+    "predict_step": "predict",
+    "transfer_batch_to_device": "moving the batch to the device",
+    "model_to_device": "moving the model to the device",
+    "configure_model": "building the model",
+    "load_state_dict": "loading a checkpoint",
+}
+_OPTIMIZER_STEP = "optimizer step"
+_PLUMBING = {
+    "python",
+    "torch",
+    "lightning",
+    "lightning_fabric",
+    "lightning_memopt",
+    "pytorch_lightning",
+    "torchmetrics",
+}
+_INSTALLED = {"site-packages", "dist-packages"}
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
+_ROOTS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of source code.
+
+    Attributes:
+        file: Path of its file.
+        number: Its number, from 1.
+        function: Name of the function that it is in.
+    """
+
+    file: str
+    number: int
+    function: str
+
+    def __str__(self) -> str:
+        code = linecache.getline(self.file, self.number).strip()
+        return f"{self.file}:{self.number} in {self.function}" + (f": {code}" if code else "")
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is the user's: neither Python's nor an installed package's."""
+        return _package_of(self.file) == ""
+
+    @property
+    def is_plumbing(self) -> bool:
+        """Whether it belongs to Python, PyTorch, Lightning or this suite."""
+        return _package_of(self.file) in _PLUMBING
+
+
+@dataclass(frozen=True)
+class FailurePlace:
+    """Where an exception was raised.
+
+    Attributes:
+        phase: What was going on ("forward", "backward", "optimizer step", "validation", ...), or
+            `None`.
+        own: The user's own line, the innermost.
+        line: The innermost line that is neither PyTorch's nor Lightning's: the user's, or one of a
+            library of models.
+        module: Name of the innermost module whose forward was running.
+    """
+
+    phase: str | None
+    own: Line | None
+    line: Line | None
+    module: str | None
+
+
+def failure_place(exception: BaseException, model: nn.Module) -> FailurePlace:
+    """Return where an exception, or the one that it was raised from, was raised.
+
+    Args:
+        exception: An exception with its traceback.
+        model: Modules are named as parts of it.
+    """
+    phase = module = None
+    names = {id(part): name for name, part in model.named_modules()}
+    frames = list(_frames_of(exception))
+    for frame in frames:
+        owner = frame.f_locals.get("self")
+        function = frame.f_code.co_name
+        if function == "step" and isinstance(owner, Optimizer):
+            phase = _OPTIMIZER_STEP
+        else:
+            phase = _PHASES.get(function, phase)
+        if function == "forward" and isinstance(owner, nn.Module):
+            module = names.get(id(owner), module)
+    lines = [
+        Line(frame.f_code.co_filename, number, frame.f_code.co_name)
+        for frame, number in _lines_of(exception)
+    ]
+    own, innermost = own_and_innermost(reversed(lines))
+    return FailurePlace(phase, own, innermost, module or None)
+
+
+def own_and_innermost(lines: Iterable[Line]) -> tuple[Line | None, Line | None]:
+    """Return the user's own line and the first that isn't plumbing, of a stack, innermost first."""
+    innermost = None
+    for line in lines:
+        if innermost is None and not line.is_plumbing:
+            innermost = line
+        if line.is_own:
+            return line, innermost
+    return None, innermost
+
+
+@functools.cache
+def _package_of(file: str) -> str:
+    """Return the package that a file belongs to, `""` for the user's own."""
+    parts = Path(file).parts
+    for position, part in enumerate(parts[:-1]):
+        if part in _INSTALLED:
+            return parts[position + 1]
+    if file.startswith(_ROOTS):
+        return "torch"
+    # What isn't a file was generated, but for what was typed in.
+    is_generated = file.startswith("<") and file != "<stdin>"
+    return "python" if is_generated or file.startswith(_LIBRARIES) else ""
+
+
+def _lines_of(exception: BaseException) -> Iterator[tuple[FrameType, int]]:
+    error: BaseException | None = exception
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield from traceback.walk_tb(error.__traceback__)
+        error = error.__cause__
+
+
+def _frames_of(exception: BaseException) -> Iterator[FrameType]:
+    for frame, _ in _lines_of(exception):
+        yield frame
+
+
+def local_variable(exception: BaseException, name: str) -> Any:
+    """Return the innermost local variable of a name where an exception was raised, or `None`."""
+    for frame in reversed(list(_frames_of(exception))):
+        if name in frame.f_locals:
+            return frame.f_locals[name]
+    return None

@@ -1,0 +1,93 @@
+"""The last steps of a run: their memory, and the batches that they were given."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_memopt.core.batches import count_elements, tensors_of
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """The memory of one step, in bytes.
+
+    Attributes:
+        step: Its number.
+        allocated: In use at its end.
+        peak: Its peak.
+    """
+
+    step: int
+    allocated: int
+    peak: int
+
+
+class RecentSteps:
+    """Keeps the last steps of a training, and the shapes of the batches.
+
+    Args:
+        count: How many to keep.
+
+    Attributes:
+        steps: The steps, oldest first.
+        batch: Shapes of the batch at hand, `""` before the first.
+        elements: Its elements.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.steps: deque[StepRecord] = deque(maxlen=count)
+        self.batch = ""
+        self.elements: int | None = None
+        self._kind = ""
+        self._before: dict[str, deque[tuple[str, int]]] = {}
+        self._count = count
+
+    def begin_batch(self, batch: Any, kind: str) -> None:
+        """Take a new batch; those of one kind (training, validation) are compared."""
+        if self.elements is not None:
+            earlier = self._before.setdefault(self._kind, deque(maxlen=self._count))
+            earlier.append((self.batch, self.elements))
+        self.batch, self.elements, self._kind = shapes_of(batch), count_elements(batch), kind
+
+    def end_step(self, step: int, allocated: int, peak: int) -> None:
+        """Take the memory of a step that has ended."""
+        self.steps.append(StepRecord(step, allocated, peak))
+
+    def usual_batch(self) -> str:
+        """Return the most frequent shapes among the batches before, `""` if there were none."""
+        counts = Counter(shapes for shapes, _ in self._earlier())
+        return counts.most_common(1)[0][0] if counts else ""
+
+    def usual_elements(self) -> int | None:
+        """Return the median elements of the batches before, `None` if there were none."""
+        sizes = [elements for _, elements in self._earlier()]
+        return int(statistics.median(sizes)) if sizes else None
+
+    def largest_elements(self) -> int | None:
+        """Return the most elements of a batch before, `None` if there were none."""
+        return max((elements for _, elements in self._earlier()), default=None)
+
+    def _earlier(self) -> deque[tuple[str, int]]:
+        return self._before.get(self._kind, deque())
+
+
+def shapes_of(batch: Any) -> str:
+    """Return the shapes and types of a batch's tensors in a few words.
+
+    Example:
+        >>> import torch
+        >>> shapes_of([torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64)])
+        '[4, 3] float32, [4] int64'
+    """
+    counts = Counter(
+        f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        for tensor in tensors_of(batch)
+    )
+    words = [shape if count == 1 else f"{count} x {shape}" for shape, count in counts.items()]
+    return ", ".join(words[:_MAX_SHAPES]) + (", ..." if len(words) > _MAX_SHAPES else "")
+
+
+_MAX_SHAPES = 6

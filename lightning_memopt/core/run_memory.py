@@ -1,0 +1,136 @@
+"""What the memory of a training run is held by: parameters, gradients, activations and so on."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_memopt.core.activations import KeptForBackward
+from lightning_memopt.core.batches import items_of, tensors_of
+
+PARAMETERS = "parameters"
+GRADIENTS = "gradients"
+OPTIMIZER_STATE = "optimizer state"
+BUFFERS = "buffers"
+BATCH = "batch"
+ACTIVATIONS = "activations"
+
+
+@dataclass(frozen=True)
+class TensorGroup:
+    """Live tensors of one shape and type.
+
+    Attributes:
+        shape: Their shape.
+        dtype: Their type.
+        count: How many there are, each storage once.
+        size: Bytes of their storages together.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    count: int
+    size: int
+
+
+class RunMemory:
+    """The storages of a training run on one device, each counted once and to one kind.
+
+    Only for a run that has ended, as it looks into graphs (see `saved_tensors`).
+
+    Args:
+        device: Storages elsewhere are left out.
+        model: The model.
+        optimizers: Its optimizers.
+        batch: The batch at hand.
+
+    Attributes:
+        sizes: Bytes of each kind.
+        kinds: Kind of each storage, by its address.
+        kept: The activations.
+        float32_activations: Bytes of those that are float32.
+    """
+
+    def __init__(
+        self, device: torch.device, model: nn.Module, optimizers: Iterable[Optimizer], batch: Any
+    ) -> None:
+        self._device = device
+        self._live = list(_live_tensors())
+        self.kinds: dict[int, str] = {}
+        self.sizes: dict[str, int] = {}
+        parameters = list(model.parameters())
+        self._count(PARAMETERS, parameters)
+        self._count(GRADIENTS, (p.grad for p in parameters if p.grad is not None))
+        states = (optimizer.state for optimizer in optimizers)
+        self._count(OPTIMIZER_STATE, (tensor for each in states for tensor in _nested(each)))
+        self._count(BUFFERS, model.buffers())
+        self._count(BATCH, tensors_of(batch))
+        with_graph = [tensor for tensor in self._live if tensor.grad_fn is not None]
+        on_device = [tensor for tensor in with_graph if self._is_here(tensor)]
+        self.kept = KeptForBackward(model, on_device, self.kinds)
+        self.kinds |= {each.address: ACTIVATIONS for each in self.kept.storages}
+        self.sizes[ACTIVATIONS] = self.kept.total_bytes
+        self.float32_activations = sum(
+            each.size for each in self.kept.storages if each.dtype == torch.float32
+        )
+
+    def tensors_by_shape(self) -> list[TensorGroup]:
+        """Return the live tensors that Python knows, of equal shape together, largest first."""
+        groups: dict[tuple[tuple[int, ...], torch.dtype], dict[int, int]] = {}
+        seen: set[int] = set()
+        for tensor in self._live:
+            storage = _storage_of(tensor) if self._is_here(tensor) else None
+            if storage is not None and storage[0] not in seen:
+                seen.add(storage[0])
+                group = groups.setdefault((tuple(tensor.shape), tensor.dtype), {})
+                group[storage[0]] = storage[1]
+        found = [
+            TensorGroup(shape, dtype, len(group), sum(group.values()))
+            for (shape, dtype), group in groups.items()
+        ]
+        return sorted(found, key=lambda group: -group.size)
+
+    def _count(self, kind: str, tensors: Iterable[Tensor]) -> None:
+        total = 0
+        for tensor in tensors:
+            storage = _storage_of(tensor) if self._is_here(tensor) else None
+            if storage is not None and storage[0] not in self.kinds:
+                self.kinds[storage[0]] = kind
+                total += storage[1]
+        self.sizes[kind] = total
+
+    def _is_here(self, tensor: Tensor) -> bool:
+        device = tensor.device
+        return device.type == self._device.type and (
+            device.type == "cpu" or device.index == self._device.index
+        )
+
+
+def _live_tensors() -> Iterator[Tensor]:
+    for thing in gc.get_objects():
+        # `isinstance` would ask a proxy for its `__class__`, which may do anything.
+        if issubclass(type(thing), Tensor):
+            yield thing
+
+
+def _nested(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    for _, item in items_of(value):
+        yield from _nested(item)
+
+
+def _storage_of(tensor: Tensor) -> tuple[int, int] | None:
+    """Return address and bytes of a tensor's storage, `None` where it has none or is empty."""
+    try:
+        storage = tensor.untyped_storage()
+        found = storage.data_ptr(), storage.nbytes()
+    except (RuntimeError, NotImplementedError):  # sparse, fake and functional tensors
+        return None
+    return found if found[1] and found[0] else None
