@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import platform
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +30,11 @@ from lightning_memopt.core.oom_findings import find_out
 from lightning_memopt.core.oom_text import report_text
 from lightning_memopt.core.peaks import peak_counter, watched_resets
 from lightning_memopt.core.recent_steps import RecentSteps
+from lightning_memopt.core.units import MIB
 
 _STEPS = 50
+# Address space for writing a report where the host has none left; untouched, it takes no memory.
+_SPARE_BYTES = 32 * MIB
 
 
 class OOMReport(SuiteCallback):
@@ -76,11 +81,15 @@ class OOMReport(SuiteCallback):
         device = trainer.strategy.root_device
         self._directory = output_directory(trainer, self.dirpath, "oom")
         self._recent = RecentSteps(_STEPS)
-        self.undo.callback(self._forget)
-        self.undo.enter_context(watched_resets())
-        self.undo.enter_context(recorded_history(device, self.max_entries))
         self._peaks = peak_counter(device)
         self._span = self._peaks.open()
+        self._spare = ExitStack()
+        self.undo.callback(self._forget)
+        self.undo.enter_context(self._spare)
+        with suppress(OSError):  # there is no memory even for that
+            self._spare.enter_context(mmap.mmap(-1, _SPARE_BYTES))
+        self.undo.enter_context(watched_resets())
+        self.undo.enter_context(recorded_history(device, self.max_entries))
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Say what is recorded."""
@@ -114,6 +123,7 @@ class OOMReport(SuiteCallback):
     ) -> None:
         """Write the report if memory ran out, and put back all that was changed."""
         if is_out_of_memory(exception) and "undo" in vars(self):
+            self._spare.close()
             try:
                 self._report(trainer, pl_module, exception)
             except Exception as error:  # the run has failed already, for another reason
@@ -162,7 +172,7 @@ class OOMReport(SuiteCallback):
         ]
 
     def _forget(self) -> None:
-        del self._recent, self._span, self._peaks
+        del self._recent, self._span, self._peaks, self._spare
 
 
 def _has_expandable_segments() -> bool:

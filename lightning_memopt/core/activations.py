@@ -16,7 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from lightning_memopt.core.autograd_graph import graph_nodes, is_freed, saved_tensors
+from lightning_memopt.core.autograd_graph import (
+    graph_nodes,
+    is_freed,
+    keeps_tensors,
+    saved_tensors,
+)
 
 _MAX_ROWS = 16
 
@@ -135,15 +140,16 @@ def _modules_of(nodes: Iterable[Any], model: nn.Module) -> dict[Any, str]:
     modules: dict[Any, str] = {}
     last = ""
     for node in nodes:
-        inputs = [following for following, _ in node.next_functions if following is not None]
-        found = [
+        inputs = [following for following, _ in node.next_functions]
+        owners = [
             names.get(id(each.variable)) if _is_leaf(each) else only_parameter.get(each)
             for each in inputs
+            if each is not None
         ]
-        owners = [name for name in found if name is not None]
-        if owners:
-            last = owners[0]
-            if len(owners) == len(inputs) == 1:
-                only_parameter[node] = owners[0]
+        found = [name for name in owners if name is not None]
+        if found:
+            last = found[0]
+            if len(inputs) == 1 and not keeps_tensors(node):
+                only_parameter[node] = last
         modules[node] = last
     return modules

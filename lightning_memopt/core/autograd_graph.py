@@ -65,6 +65,11 @@ def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def keeps_tensors(node: Node) -> bool:
+    """Return whether a node of this kind keeps anything for its backward."""
+    return any(name.startswith(_SAVED) for name in dir(node))
+
+
 def is_freed(node: Node) -> bool:
     """Return whether backward has been through a node, so that what it kept is gone.
 

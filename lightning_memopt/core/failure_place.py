@@ -101,15 +101,12 @@ def failure_place(exception: BaseException, model: nn.Module) -> FailurePlace:
     """
     phase = module = None
     names = {id(part): name for name, part in model.named_modules()}
-    frames = list(_frames_of(exception))
-    for frame in frames:
-        owner = frame.f_locals.get("self")
+    for frame, _ in _lines_of(exception):
         function = frame.f_code.co_name
-        if function == "step" and isinstance(owner, Optimizer):
+        phase = _PHASES.get(function, phase)
+        if function == "step" and isinstance(_local(frame, "self"), Optimizer):
             phase = _OPTIMIZER_STEP
-        else:
-            phase = _PHASES.get(function, phase)
-        if function == "forward" and isinstance(owner, nn.Module):
+        elif function == "forward" and isinstance(owner := _local(frame, "self"), nn.Module):
             module = names.get(id(owner), module)
     lines = [
         Line(frame.f_code.co_filename, number, frame.f_code.co_name)
@@ -153,14 +150,19 @@ def _lines_of(exception: BaseException) -> Iterator[tuple[FrameType, int]]:
         error = error.__cause__
 
 
-def _frames_of(exception: BaseException) -> Iterator[FrameType]:
-    for frame, _ in _lines_of(exception):
-        yield frame
-
-
 def local_variable(exception: BaseException, name: str) -> Any:
     """Return the innermost local variable of a name where an exception was raised, or `None`."""
-    for frame in reversed(list(_frames_of(exception))):
-        if name in frame.f_locals:
-            return frame.f_locals[name]
+    for frame, _ in reversed(list(_lines_of(exception))):
+        if name in frame.f_code.co_varnames:
+            return _local(frame, name)
     return None
+
+
+def _local(frame: FrameType, name: str) -> Any:
+    """Return a local variable.
+
+    Python before 3.13 leaves a copy of all of a frame's variables on the frame: one that has the
+    exception among them would keep it alive, and all that its traceback holds. So only frames that
+    are known to have what is wanted are asked.
+    """
+    return frame.f_locals.get(name)

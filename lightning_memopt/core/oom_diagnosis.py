@@ -208,7 +208,7 @@ def _is_unusual(failure: Failure) -> bool:
 
 
 def _is_crowded_out(failure: Failure) -> bool:
-    if failure.requested is None or not failure.free or not failure.total or not failure.limit:
+    if failure.requested is None or not failure.total or not failure.limit:
         return False
     is_much = failure.others > _SHARE_OF_OTHERS * failure.total
     return is_much and failure.allocated + failure.requested <= failure.limit
