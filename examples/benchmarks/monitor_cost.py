@@ -1,18 +1,21 @@
-"""What logging memory costs: a step with no callback, `MemoryMonitor` and `DeviceStatsMonitor`.
+"""What watching memory costs: a step with no callback, with each that watches, and with a peer.
 
     python examples/benchmarks/monitor_cost.py
     python examples/benchmarks/monitor_cost.py --rounds 1 --steps 20 --large-steps 10    # seconds
 
-The same small Lightning model is trained with each of the three, TensorBoard and
-`log_every_n_steps=1`, in one process; every round takes them in another order. Two sizes: a step
-that waits for the CPU (many small kernels, about 2.75 ms) and one that the device fills (about
-20 ms); the depth that takes so long is measured first. A figure is the wall time of many steps,
-with the device synchronized at both ends, divided by their number; added time compares runs of one
-round, and the table has the median over rounds. CPU time is that of all threads of the process: it
-tells what a callback costs where other programs disturb the wall time.
+The same small Lightning model is trained with each of them, TensorBoard and `log_every_n_steps=1`,
+in one process; every round takes them in another order. The peers are Lightning's
+`DeviceStatsMonitor` and, for `OOMReport` on a GPU, PyTorch's record of allocations as it is when
+switched on by hand. Two sizes: a step that waits for the CPU (small kernels, about 2.75 ms) and
+one that the device fills (about 20 ms); the depth that takes so long is measured first. A figure is
+the wall time of many steps, with the device synchronized at both ends, divided by their number;
+added time compares runs of one round, and the table has the median over rounds. CPU time is that of
+all threads of the process: it tells what a callback costs where other programs disturb the wall
+time.
 
 Goals for `MemoryMonitor` on a GPU: at most 5 % of a 2.75 ms step, at most 0.5 % of a 20 ms step,
-and under 1 KB of events a step.
+and under 1 KB of events a step. On a GPU the last line is the price of a failure: writing a full
+record of 100,000 allocations.
 """
 
 from __future__ import annotations
@@ -39,7 +42,8 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_memopt import MemoryMonitor, read_memory
+from lightning_memopt import MemoryMonitor, OOMReport, read_memory
+from lightning_memopt.core.memory_history import recorded_history, save_snapshot, take_snapshot
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # name: target in ms, width, batch
@@ -47,12 +51,28 @@ SIZES = {
     "cuda": {"waits for the CPU": (2.75, 64, 32), "fills the GPU": (20.0, 4096, 2048)},
     "cpu": {"small": (3.0, 16, 4), "large": (20.0, 512, 128)},
 }
+ENTRIES = 100_000
+
+
+class RecordByHand(Callback):
+    """PyTorch's record of allocations, with the stacks that it has by default."""
+
+    def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
+        torch.cuda.memory._record_memory_history(max_entries=ENTRIES)
+
+    def on_fit_end(self, trainer: Trainer, module: LightningModule) -> None:
+        torch.cuda.memory._record_memory_history(None)
+
+
 WATCHERS: dict[str, Any] = {
     "none": lambda: [],
     "MemoryMonitor": lambda: [MemoryMonitor(verbose=False)],
     "MemoryMonitor(phases=False)": lambda: [MemoryMonitor(phases=False, verbose=False)],
+    "OOMReport": lambda: [OOMReport(max_entries=ENTRIES)],
     "DeviceStatsMonitor": lambda: [DeviceStatsMonitor()],
 }
+if DEVICE == "cuda":
+    WATCHERS["PyTorch's record"] = lambda: [RecordByHand()]
 # DeviceStatsMonitor slows a step so much that two rounds tell, and more would take minutes.
 PEER_ROUNDS = 2
 
@@ -160,6 +180,22 @@ def measure(size: str, rounds: int, steps: int) -> dict[str, Any]:
     } | {"depth": depth, "width": width, "batch": batch, "steps": steps}
 
 
+def dump() -> tuple[float, float]:
+    """Return the seconds that it takes to write a full record, and its MiB."""
+    device = torch.device(DEVICE, 0)
+    layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(50))).to(device)
+    with recorded_history(device, ENTRIES), tempfile.TemporaryDirectory() as root:
+        for _ in range(ENTRIES // 200):  # an allocation and two events of a free for each layer
+            layers(torch.ones(8, 64, device=device)).sum().backward()
+        path = Path(root) / "snapshot.pickle"
+        begin = time.perf_counter()
+        snapshot = take_snapshot(device)
+        assert snapshot is not None
+        assert len(snapshot["device_traces"][0]) == ENTRIES
+        save_snapshot(snapshot, path)
+        return time.perf_counter() - begin, path.stat().st_size / 2**20
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Keep what Lightning says at the start of each of the many fits off the screen."""
@@ -203,6 +239,10 @@ def main(argv: list[str] | None = None) -> None:
     figures["read_us"] = 1e6 * min(times) / 500
     Console().print(table)
     print(f"One call of read_memory: {figures['read_us']:.1f} us")
+    if DEVICE == "cuda":
+        figures["dump_s"], figures["dump_mib"] = dump()
+        size = f"{figures['dump_mib']:.1f} MiB"
+        print(f"Writing {ENTRIES:,} entries of the record: {figures['dump_s']:.2f} s, {size}")
     if args.json:
         args.json.write_text(json.dumps(figures, indent=2))
 

@@ -38,7 +38,7 @@ def report_text(findings: Findings, where: str, machine: str, files: Iterable[st
             "The largest live allocations",
             *(_sized(size, text) for size, text in findings.largest),
             "",
-            *_curve(findings.recent.steps),
+            *_curve(findings.recent.steps, is_cpu=findings.failure.is_cpu),
             *_batches(findings),
             "",
             *_advice(findings),
@@ -99,7 +99,7 @@ def _held(findings: Findings) -> Iterator[str]:
                 yield "    " + _sized(rest, "in other modules")
 
 
-def _curve(steps: Sequence[StepRecord]) -> Iterator[str]:
+def _curve(steps: Sequence[StepRecord], is_cpu: bool) -> Iterator[str]:
     if not steps:
         yield "No step had ended before"
         return
@@ -107,7 +107,8 @@ def _curve(steps: Sequence[StepRecord]) -> Iterator[str]:
     least, most = min(peaks), max(peaks)
     span = max(most - least, 1)
     bars = "".join(_BARS[(peak - least) * (len(_BARS) - 1) // span] for peak in peaks)
-    yield f"Peak of each of the last {len(steps)} steps, {steps[0].step} to {steps[-1].step}"
+    figure = "Resident memory after each" if is_cpu else "Peak of each"
+    yield f"{figure} of the last {len(steps)} steps, {steps[0].step} to {steps[-1].step}"
     yield f"  {bars}  {format_bytes(least)} to {format_bytes(most)}"
     first, last = steps[0].allocated, steps[-1].allocated
     yield f"  in use between steps: {format_bytes(first)} at first, {format_bytes(last)} at last"

@@ -17,7 +17,7 @@ class StepRecord:
     Attributes:
         step: Its number.
         allocated: In use at its end.
-        peak: Its peak.
+        peak: Its peak, or where there is none (a CPU) what was resident at its end.
     """
 
     step: int

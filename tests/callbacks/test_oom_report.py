@@ -191,7 +191,7 @@ def test_activations_of_a_real_failure_are_told_by_module(reports: dict[str, str
 
 
 def test_a_real_failure_tells_of_the_steps_before_it(reports: dict[str, str]) -> None:
-    assert "Peak of each of the last 2 steps, 0 to 1" in reports["forward"]
+    assert "Resident memory after each of the last 2 steps, 0 to 1" in reports["forward"]
     assert "This batch: [8, 256] float32\nUsual ones: [8, 256] float32" in reports["forward"]
 
 
