@@ -7,7 +7,7 @@ these frees: undoing them, last first, gives back the moment of the failure.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,18 +90,36 @@ def allocator_state(snapshot: Snapshot, index: int, requested: int | None) -> Al
     return AllocatorState(list(live.values()), reserved, failure["size"], free)
 
 
-def sizes_by_line(blocks: Sequence[Block]) -> list[tuple[Line | None, int, int]]:
-    """Return each source line that asked for memory, its bytes and its blocks, largest first.
+@dataclass(frozen=True)
+class Allocations:
+    """What one source line has asked for.
 
-    It is the innermost line that is neither PyTorch's nor Lightning's; `None` has what was
-    allocated before the record began, or by a thread without Python, as backward's.
+    Attributes:
+        line: The innermost line that is neither PyTorch's nor Lightning's; `None` for what was
+            allocated before the record began, or by a thread without Python, as backward's.
+        kind: What it is used for, `""` if that isn't known.
+        size: Bytes of the blocks.
+        count: Number of blocks.
     """
-    sizes: dict[Line | None, list[int]] = defaultdict(list)
+
+    line: Line | None
+    kind: str
+    size: int
+    count: int
+
+
+def allocations_by_line(blocks: Iterable[Block], kinds: Mapping[int, str]) -> list[Allocations]:
+    """Return what each source line has asked for, largest first.
+
+    Args:
+        blocks: The blocks.
+        kinds: What blocks are used for, by address.
+    """
+    sizes: dict[tuple[Line | None, str], list[int]] = defaultdict(list)
     for block in blocks:
-        sizes[line_of(block.stack)].append(block.size)
-    return sorted(
-        ((line, sum(each), len(each)) for line, each in sizes.items()), key=lambda row: -row[1]
-    )
+        sizes[line_of(block.stack), kinds.get(block.address, "")].append(block.size)
+    rows = [Allocations(line, kind, sum(each), len(each)) for (line, kind), each in sizes.items()]
+    return sorted(rows, key=lambda row: -row.size)
 
 
 def line_of(stack: Sequence[Mapping[str, Any]]) -> Line | None:

@@ -36,6 +36,7 @@ _PLUMBING = {
     "lightning",
     "lightning_fabric",
     "lightning_memopt",
+    "lightning_utilities",
     "pytorch_lightning",
     "torchmetrics",
 }
@@ -81,8 +82,8 @@ class FailurePlace:
         phase: What was going on ("forward", "backward", "optimizer step", "validation", ...), or
             `None`.
         own: The user's own line, the innermost.
-        line: The innermost line that is neither PyTorch's nor Lightning's: the user's, or one of a
-            library of models.
+        line: The innermost line that is neither PyTorch's nor Lightning's (the user's, or one of a
+            library of models), or the innermost of all where there is no such line.
         module: Name of the innermost module whose forward was running.
     """
 
@@ -113,7 +114,7 @@ def failure_place(exception: BaseException, model: nn.Module) -> FailurePlace:
         for frame, number in _lines_of(exception)
     ]
     own, innermost = own_and_innermost(reversed(lines))
-    return FailurePlace(phase, own, innermost, module or None)
+    return FailurePlace(phase, own, innermost or next(reversed(lines), None), module or None)
 
 
 def own_and_innermost(lines: Iterable[Line]) -> tuple[Line | None, Line | None]:

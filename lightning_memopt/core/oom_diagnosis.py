@@ -10,6 +10,8 @@ from lightning_memopt.core.units import format_bytes
 # A batch counts as unusual if it is so much larger than the median and than any other.
 _UNUSUAL_MEDIAN, _UNUSUAL_MAX = 1.2, 1.02
 _SHARE_OF_OTHERS = 0.05
+# Some memory is always cached; so much of what is reserved isn't usual.
+_SHARE_IN_PIECES = 0.1
 _MAX_PARTS = 64
 
 SINGLE_REQUEST = "single request larger than the device"
@@ -109,7 +111,7 @@ def likely_kind(failure: Failure) -> tuple[str, str]:
             f"{format_bytes(asked)} were asked for at once, of {format_bytes(limit)} that this "
             "process may use at all",
         )
-    if asked and failure.cached >= asked:
+    if asked and failure.cached >= max(asked, _SHARE_IN_PIECES * failure.reserved):
         return (
             FRAGMENTATION,
             f"{format_bytes(failure.cached)} are cached and unused, more than the "

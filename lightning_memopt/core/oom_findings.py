@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_memopt.core.allocator_state import AllocatorState, allocator_state, sizes_by_line
+from lightning_memopt.core.allocator_state import (
+    AllocatorState,
+    allocations_by_line,
+    allocator_state,
+)
 from lightning_memopt.core.device_processes import DeviceProcess, processes_on
 from lightning_memopt.core.failure_place import FailurePlace, failure_place, local_variable
 from lightning_memopt.core.layers import select_layers
@@ -23,7 +28,7 @@ from lightning_memopt.core.recent_steps import RecentSteps
 from lightning_memopt.core.run_memory import RunMemory
 
 _LARGEST = 10
-_MAX_ERROR = 200
+_MAX_ERROR = 240
 # What is so much smaller than the largest isn't worth a line.
 _LEAST_SHARE = 0.001
 
@@ -117,7 +122,7 @@ def find_out(
     )
     position = memory.kept.position
     return Findings(
-        error=str(error).split("\n")[0][:_MAX_ERROR] or type(error).__name__,
+        error=textwrap.shorten(str(error), _MAX_ERROR, placeholder=" ...") or type(error).__name__,
         place=place,
         backward="" if position is None else f"{position.operation} of `{position.module}`",
         failure=failure,
@@ -152,8 +157,12 @@ def _in_blocks(model: nn.Module, memory: RunMemory) -> tuple[int, int]:
 def _largest(state: AllocatorState | None, memory: RunMemory) -> list[tuple[int, str]]:
     if state is not None and any(block.stack for block in state.blocks):
         rows = [
-            (size, f"{count:,} from {line or 'before the record began, or backward'}")
-            for line, size, count in sizes_by_line(state.blocks)
+            (
+                row.size,
+                f"{row.count:,}{f', {row.kind},' if row.kind else ''} from "
+                f"{row.line or 'before the record began, or backward'}",
+            )
+            for row in allocations_by_line(state.blocks, memory.kinds)
         ]
     else:
         rows = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 
 from lightning_memopt.core.oom_diagnosis import advice_on, likely_kind
@@ -82,7 +83,8 @@ def _device(findings: Findings) -> Iterator[str]:
     if failure.limit is not None and failure.limit != failure.total:
         yield _sized(failure.limit, "is the most that this process may use")
     for process in findings.processes[:_MAX_PROCESSES]:
-        yield _sized(process.used, f"of it by process {process.pid}, {process.name}")
+        mine = " (this one)" if process.pid == os.getpid() else ""
+        yield _sized(process.used, f"of it by process {process.pid}{mine}, {process.name}")
 
 
 def _held(findings: Findings) -> Iterator[str]:

@@ -1,6 +1,11 @@
 import torch
 
-from lightning_memopt.core.allocator_state import Block, allocator_state, line_of, sizes_by_line
+from lightning_memopt.core.allocator_state import (
+    Block,
+    allocations_by_line,
+    allocator_state,
+    line_of,
+)
 
 TORCH = {"filename": f"{torch.__path__[0]}/nn/functional.py", "line": 3, "name": "linear"}
 MODEL = {"filename": "/home/me/model.py", "line": 7, "name": "forward"}
@@ -69,8 +74,18 @@ def test_the_last_failure_counts_and_only_if_it_is_the_errors_own():
 
 def test_sizes_are_added_up_by_the_innermost_line_that_is_not_plumbing():
     blocks = [Block(0, 10, STACK), Block(1, 20, STACK), Block(2, 25, [TRAIN]), Block(3, 1, [])]
-    rows = [(line and line.number, size, count) for line, size, count in sizes_by_line(blocks)]
-    assert rows == [(7, 30, 2), (9, 25, 1), (None, 1, 1)]
+    rows = allocations_by_line(blocks, {})
+    assert [(row.line and row.line.number, row.size, row.count) for row in rows] == [
+        (7, 30, 2),
+        (9, 25, 1),
+        (None, 1, 1),
+    ]
+
+
+def test_what_one_line_has_for_several_purposes_is_told_apart():
+    blocks = [Block(0, 10, STACK), Block(1, 20, STACK), Block(2, 25, STACK)]
+    rows = allocations_by_line(blocks, {0: "gradients", 2: "gradients"})
+    assert [(row.kind, row.size) for row in rows] == [("gradients", 35), ("", 20)]
 
 
 def test_a_stack_of_plumbing_alone_has_no_line():

@@ -84,7 +84,10 @@ def test_a_backward_is_told_from_the_forward_before_it():
 def test_an_optimizers_step_is_told_from_the_closure_within():
     model = Model(nn.Identity())
     optimizer = FailingStep(model.parameters(), lr=0.1)
-    assert failure_place(failed(optimizer.step), model).phase == "optimizer step"
+    place = failure_place(failed(optimizer.step), model)
+    assert place.phase == "optimizer step"
+    # PyTorch wraps the method of an optimizer.
+    assert place.own == Line(ME, line_of(FailingStep.step.__wrapped__, 3), "step")
     inner = Model(Refusing())
     error = failed(lambda: optimizer.step(lambda: forward(inner)))
     assert failure_place(error, inner).phase == "forward"

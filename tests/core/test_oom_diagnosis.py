@@ -53,6 +53,7 @@ def test_each_kind_is_told_by_its_figures(failure, kind, figure):
     [
         replace(SINGLE, requested=80 * GIB),
         replace(FRAGMENTED, requested=10 * GIB),
+        replace(FRAGMENTED, allocated=73 * GIB),  # so much is always cached
         replace(UNUSUAL, batch=1150),  # within what was usual
         replace(UNUSUAL, batch=1400, largest_batch=1400),  # no larger than one before it
         replace(GROWN, grown=GIB),  # less than was asked for

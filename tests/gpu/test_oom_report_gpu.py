@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import re
 import subprocess
@@ -30,6 +31,7 @@ OOM = "out of memory"
 
 @contextmanager
 def card_of(size: int) -> Iterator[None]:
+    gc.collect()  # an earlier failure's frames
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(size / torch.cuda.mem_get_info()[1])
     try:
@@ -223,6 +225,7 @@ sys.stdin.read()
 
 
 def test_another_process_that_holds_the_card_is_named(tmp_path: Path) -> None:
+    gc.collect()
     torch.cuda.empty_cache()
     command = [sys.executable, "-c", HOLD, str(6 * GIB)]
     with subprocess.Popen(
