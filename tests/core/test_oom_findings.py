@@ -1,0 +1,105 @@
+import pytest
+import torch
+from torch import nn
+
+from lightning_memopt.core.memory_history import Snapshot
+from lightning_memopt.core.oom_findings import Findings, find_out
+from lightning_memopt.core.oom_text import report_text
+from lightning_memopt.core.recent_steps import RecentSteps
+from lightning_memopt.core.units import MIB
+
+CPU = torch.device("cpu")
+
+
+class Net(nn.Module):
+    """Two repeated blocks; what they keep is known to the byte."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.Linear(64, 64), nn.Sigmoid(), nn.Linear(64, 64)) for _ in range(4)]
+        )
+
+    def training_step(self, batch):
+        x = batch
+        for block in self.blocks:
+            x = block(x)
+        return x.sum() * torch.empty(2**62, dtype=torch.int8).sum()
+
+
+def look(model, recent=None, snapshot: Snapshot | None = None, **settings) -> Findings:
+    with pytest.raises(RuntimeError, match=r"allocate memory|not enough memory") as caught:
+        model.training_step(torch.ones(32, 64))
+    return find_out(caught.value, CPU, model, [], recent or RecentSteps(50), snapshot, **settings)
+
+
+def test_what_is_kept_in_blocks_is_counted_apart():
+    failure = look(Net()).failure
+    unit = 32 * 64 * 4
+    # Of each block its input and the sigmoid's result; the first one's input is the batch.
+    assert failure.in_blocks == failure.activations == (4 * 2 - 1) * unit
+    assert failure.largest_block == 2 * unit
+    assert failure.float32_activations == failure.activations
+    assert failure.parameters == 4 * 2 * (64 * 64 + 64) * 4
+
+
+def test_a_model_without_blocks_has_nothing_in_them():
+    class Plain(Net):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(64, 64), nn.Sigmoid()])
+
+    failure = look(Plain()).failure
+    assert failure.in_blocks == failure.largest_block == 0
+    assert failure.activations > 0
+
+
+def test_what_an_evaluation_uses_is_what_training_does_not():
+    recent = RecentSteps(50)
+    recent.end_step(0, allocated=3 * MIB, peak=4 * MIB)
+    findings = look(Net(), recent)
+    assert findings.failure.evaluated == findings.failure.allocated - 3 * MIB
+
+
+def test_the_kinds_add_up_to_what_is_in_use():
+    findings = look(Net())
+    assert sum(findings.held.values()) == findings.failure.allocated
+
+
+def test_settings_are_those_of_the_failure():
+    assert look(Net(), is_half=True, in_use=frozenset({"A"})).failure.in_use == {"A"}
+
+
+def test_the_page_has_every_part_and_fits_on_a_page():
+    recent = RecentSteps(50)
+    for step in range(60):
+        recent.begin_batch([torch.ones(32, 64)], "train")
+        recent.end_step(step, step * MIB, 2 * step * MIB)
+    text = report_text(look(Net(), recent), "at step 60", "cpu, torch", ["a file"])
+    for part in (
+        "Out of memory at step 60\ncpu, torch\n",
+        "asked for    4194304.00 TiB",
+        "phase        forward",
+        "likely kind  single request larger than the device",
+        "The device, ",
+        "What holds the ",
+        "56.00 KiB  activations\n",
+        "16.00 KiB  blocks.0\n",
+        "The largest live allocations\n",
+        "last 50 steps, 10 to 59\n  ▁",
+        "█  20.00 MiB to 118.00 MiB\n  in use between steps: 10.00 MiB at first, 59.00 MiB at last",
+        "This batch: [32, 64] float32\nUsual ones: [32, 64] float32",
+        "What to do, cheapest first\n  1. `AutomaticMixedPrecision()`",
+        "2. `AutoAccumulation()`",
+        "3. `GradientCheckpointing()`\n     saves up to 40.00 KiB, costs up to a third",
+        "a file\n",
+    ):
+        assert part in text
+    assert len(text.splitlines()) <= 66
+
+
+def test_a_flat_curve_is_drawn_flat():
+    recent = RecentSteps(50)
+    for step in range(3):
+        recent.end_step(step, MIB, MIB)
+    assert "  ▁▁▁  1.00 MiB to 1.00 MiB" in report_text(look(Net(), recent), "", "", [])
