@@ -28,6 +28,7 @@ RUN_HERE = {
     "gpt.py",
     "cli.py",
     "comparison.py",
+    "out_of_memory.py",
     "benchmarks/monitor_cost.py",
     "benchmarks/checkpointing_cost.py",
     "benchmarks/accumulation_search.py",
@@ -89,6 +90,7 @@ def test_there_is_a_config_for_each_callback_and_one_for_all() -> None:
         "auto_accumulation",
         "gradient_accumulation",
         "empty_cache",
+        "oom_report",
         "all",
     }
 
@@ -107,6 +109,17 @@ def test_the_gpt_prints_its_table_and_logs_memory(
     printed = capsys.readouterr().out
     assert "\ndef " in printed
     check_training(printed, tmp_path / "curves", "loss on held-out files")
+
+
+def test_memory_runs_out_on_purpose_and_the_report_is_printed(tmp_path: Path) -> None:
+    # A process of its own: the limit on its address space stays.
+    command = [sys.executable, EXAMPLES / "out_of_memory.py", "--logdir=curves"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    for part in ("phase        forward", "gpt.py:", "module       blocks.", "What to do"):
+        assert part in result.stdout
+    (report,) = tmp_path.rglob("oom-rank0-step0.txt")
+    assert report.read_text() in result.stdout
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.stem)
@@ -142,7 +155,7 @@ def test_the_monitor_benchmark_compares_three_and_writes_its_figures(
     sizes = [value for value in figures.values() if isinstance(value, dict)]
     assert len(sizes) == 2
     for size in sizes:
-        for name in ("none", "MemoryMonitor", "DeviceStatsMonitor"):
+        for name in ("none", "MemoryMonitor", "OOMReport", "DeviceStatsMonitor"):
             assert name in printed
             assert size[name]["step_ms"] > 0
         assert size["MemoryMonitor"]["event_bytes_per_step"] > size["none"]["event_bytes_per_step"]

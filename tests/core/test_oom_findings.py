@@ -84,7 +84,7 @@ def test_the_page_has_every_part_and_fits_on_a_page():
         "The device, ",
         "What holds the ",
         "56.00 KiB  activations\n",
-        "16.00 KiB  blocks.0\n",
+        "16.00 KiB  blocks.1.0\n",
         "The largest live allocations\n",
         "last 50 steps, 10 to 59\n  ▁",
         "█  20.00 MiB to 118.00 MiB\n  in use between steps: 10.00 MiB at first, 59.00 MiB at last",
