@@ -36,7 +36,8 @@ BATCHES = {
 }
 PHASES = list(BATCHES if GPU else ("forward",))
 ROOM_ON_CPU = 256 * 2**20
-STEPS = 4
+# Backward needs most in the first step only, while there is no optimizer state yet.
+STEPS = {"backward": 1}
 warnings.filterwarnings("ignore", ".*does not have many workers.*")
 
 
@@ -50,7 +51,7 @@ def fit(phase: str, *callbacks: Callback, logdir: Path, limit: int | None = None
     seed_everything(0)
     model = GPT(WIDTH, DEPTH, CONTEXT)
     train, validation = BATCHES[phase]
-    loaders = batches(train if GPU else 512, STEPS), batches(validation, 1)
+    loaders = batches(train if GPU else 512, STEPS.get(phase, 4)), batches(validation, 1)
     trainer = Trainer(
         accelerator="gpu" if GPU else "cpu",
         devices=1,
@@ -89,10 +90,9 @@ def limit_for(phase: str, logdir: Path) -> int:
     fit(phase, monitor, logdir=logdir / "without_limit")
     peaks = {name: figures["peak_bytes"] for name, figures in monitor.summary()["phases"].items()}
     needed = peaks["val" if phase == "validation" else phase]
-    if phase == "forward":
-        return int(0.6 * needed)
-    before = ("forward", "backward") if phase != "backward" else ("forward",)
-    return (needed + max(peaks[name] for name in before)) // 2
+    if phase in ("forward", "backward"):
+        return int(needed * {"forward": 0.6, "backward": 0.99}[phase])
+    return (needed + max(peaks["forward"], peaks["backward"])) // 2
 
 
 def main(argv: list[str] | None = None) -> None:

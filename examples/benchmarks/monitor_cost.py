@@ -180,20 +180,22 @@ def measure(size: str, rounds: int, steps: int) -> dict[str, Any]:
     } | {"depth": depth, "width": width, "batch": batch, "steps": steps}
 
 
-def dump() -> tuple[float, float]:
-    """Return the seconds that it takes to write a full record, and its MiB."""
+def dump() -> tuple[float, float, float]:
+    """Return a full record's bytes per entry on the host, the seconds to write it, and its MiB."""
     device = torch.device(DEVICE, 0)
     layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(50))).to(device)
     with recorded_history(device, ENTRIES), tempfile.TemporaryDirectory() as root:
+        before = read_memory("cpu").reserved
         for _ in range(ENTRIES // 200):  # an allocation and two events of a free for each layer
             layers(torch.ones(8, 64, device=device)).sum().backward()
+        per_entry = (read_memory("cpu").reserved - before) / ENTRIES
         path = Path(root) / "snapshot.pickle"
         begin = time.perf_counter()
         snapshot = take_snapshot(device)
         assert snapshot is not None
         assert len(snapshot["device_traces"][0]) == ENTRIES
         save_snapshot(snapshot, path)
-        return time.perf_counter() - begin, path.stat().st_size / 2**20
+        return per_entry, time.perf_counter() - begin, path.stat().st_size / 2**20
 
 
 @contextmanager
@@ -240,9 +242,10 @@ def main(argv: list[str] | None = None) -> None:
     Console().print(table)
     print(f"One call of read_memory: {figures['read_us']:.1f} us")
     if DEVICE == "cuda":
-        figures["dump_s"], figures["dump_mib"] = dump()
-        size = f"{figures['dump_mib']:.1f} MiB"
-        print(f"Writing {ENTRIES:,} entries of the record: {figures['dump_s']:.2f} s, {size}")
+        per_entry, seconds, size = dump()
+        figures |= {"entry_bytes": per_entry, "dump_s": seconds, "dump_mib": size}
+        print(f"A record of {ENTRIES:,} entries: {per_entry:.0f} bytes an entry on the host,")
+        print(f"written in {seconds:.2f} s, {size:.1f} MiB")
     if args.json:
         args.json.write_text(json.dumps(figures, indent=2))
 

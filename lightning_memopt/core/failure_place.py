@@ -61,7 +61,8 @@ class Line:
 
     def __str__(self) -> str:
         code = linecache.getline(self.file, self.number).strip()
-        return f"{self.file}:{self.number} in {self.function}" + (f": {code}" if code else "")
+        place = f"{_short(self.file)}:{self.number} in {self.function}"
+        return f"{place}: {code}" if code else place
 
     @property
     def is_own(self) -> bool:
@@ -140,6 +141,15 @@ def _package_of(file: str) -> str:
     # What isn't a file was generated, but for what was typed in.
     is_generated = file.startswith("<") and file != "<stdin>"
     return "python" if is_generated or file.startswith(_LIBRARIES) else ""
+
+
+def _short(file: str) -> str:
+    """Return a path as people read it: within the working directory, or within its package."""
+    path = Path(file)
+    for position, part in enumerate(path.parts[:-1]):
+        if part in _INSTALLED:
+            return str(Path(*path.parts[position + 1 :]))
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
 
 
 def _lines_of(exception: BaseException) -> Iterator[tuple[FrameType, int]]:

@@ -90,8 +90,9 @@ def _device(findings: Findings) -> Iterator[str]:
 def _held(findings: Findings) -> Iterator[str]:
     yield f"What holds the {format_bytes(findings.failure.allocated)} in use"
     for kind, size in findings.held.items():
-        if kind == "other" and findings.failure.is_cpu:
-            kind = "other, such as Python and its libraries"
+        if kind == "other":
+            what = "Python and its libraries" if findings.failure.is_cpu else "temporaries"
+            kind = f"other, such as {what}"
         yield _sized(size, kind)
         if kind == "activations":
             for module, of_module in findings.activations[:_MAX_MODULES]:
@@ -110,7 +111,8 @@ def _curve(steps: Sequence[StepRecord], is_cpu: bool) -> Iterator[str]:
     span = max(most - least, 1)
     bars = "".join(_BARS[(peak - least) * (len(_BARS) - 1) // span] for peak in peaks)
     figure = "Resident memory after each" if is_cpu else "Peak of each"
-    yield f"{figure} of the last {len(steps)} steps, {steps[0].step} to {steps[-1].step}"
+    of = f"steps, {steps[0].step} to {steps[-1].step}" if len(steps) > 1 else "step"
+    yield f"{figure} of the last {len(steps)} {of}"
     yield f"  {bars}  {format_bytes(least)} to {format_bytes(most)}"
     first, last = steps[0].allocated, steps[-1].allocated
     yield f"  in use between steps: {format_bytes(first)} at first, {format_bytes(last)} at last"

@@ -74,6 +74,13 @@ def test_a_forward_is_told_by_line_and_module():
     assert str(place.own).endswith('in forward: raise RuntimeError("no memory")')
 
 
+def test_a_path_is_shown_from_the_working_directory_or_the_package(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert str(Line(str(tmp_path / "a" / "train.py"), 7, "f")) == "a/train.py:7 in f"
+    assert str(Line("/v/lib/site-packages/timm/mlp.py", 7, "f")) == "timm/mlp.py:7 in f"
+    assert str(Line("/elsewhere/train.py", 7, "f")) == "/elsewhere/train.py:7 in f"
+
+
 def test_a_backward_is_told_from_the_forward_before_it():
     model = Model(Passing())
     place = failure_place(failed(lambda: forward(model).backward()), model)
