@@ -16,6 +16,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.cuda._memory_viz import segsum
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memopt import GradientCheckpointing, MemoryMonitor, OOMReport
@@ -150,9 +151,9 @@ def test_each_phase_is_explained_and_its_snapshot_has_events(phase: str, tmp_pat
     snapshot = pickle.loads(file.read_bytes())
     trace = snapshot["device_traces"][0]
     assert 0 < len(trace) <= 20_000
-    assert trace[-1]["action"] != "alloc" or len(trace) > 1
     assert [event["size"] for event in trace if event["action"] == "oom"]
     assert any("training_step" in str(event.get("frames")) for event in trace)
+    assert "segment" in segsum(snapshot).lower()  # PyTorch's own viewer reads it
     assert take_snapshot(DEVICE) is None  # the record is off again
 
 
