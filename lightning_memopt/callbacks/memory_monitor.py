@@ -9,25 +9,16 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from rich.console import Console
-from rich.table import Table
 
 from lightning_memopt.callbacks._base import SuiteCallback
 from lightning_memopt.callbacks._lightning import PointWriter, is_window_end, logged_step
+from lightning_memopt.callbacks._memory_report import CURVES, peak_table, point_of_step
 from lightning_memopt.core.checks import check_bool, check_positive_int
 from lightning_memopt.core.peaks import watched_resets
 from lightning_memopt.core.step_memory import BETWEEN, StepMemory, spread
 from lightning_memopt.core.units import GIB, format_bytes
 
-_PHASES = ("forward", "backward", "optimizer")
 _STEP = "step"
-_LAYOUT = {
-    "memory": {
-        "memory of a step": [
-            f"memory/{name}_gib" for name in ("allocated", "reserved", "peak_allocated")
-        ],
-        "peak of a phase": [f"memory_phase/{phase}_peak_gib" for phase in _PHASES],
-    }
-}
 
 
 class MemoryMonitor(SuiteCallback):
@@ -120,7 +111,7 @@ class MemoryMonitor(SuiteCallback):
         rank_zero_info(
             f"MemoryMonitor: reading {self._device}{of_total}, a point every {steps}{sampled}"
         )
-        self._writer.add_layout(_LAYOUT)
+        self._writer.add_layout(CURVES)
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         """Begin a step with the first batch of its window."""
@@ -151,7 +142,7 @@ class MemoryMonitor(SuiteCallback):
         self._in_step = False
         self._steps += 1
         peaks = memory.step_peaks()
-        values = _values(memory, max(peaks.values()))
+        values = point_of_step(memory, max(peaks.values()))
         if self.phases:
             values |= {f"memory_phase/{name}_peak_gib": peak / GIB for name, peak in peaks.items()}
         self._writer.add(values, step)
@@ -171,7 +162,7 @@ class MemoryMonitor(SuiteCallback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print where the run peaked."""
         if self.verbose and trainer.is_global_zero:
-            Console().print(_table(self.summary()))
+            Console().print(peak_table(self.summary()))
 
     def on_validation_batch_start(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         """Begin a batch of an evaluation."""
@@ -211,38 +202,3 @@ class MemoryMonitor(SuiteCallback):
         self.summary()
         self._memory = None
         del self._writer  # holds the loggers, which don't pickle
-
-
-def _values(memory: StepMemory, peak: int) -> dict[str, float]:
-    """Return the point of one step; what is unknown on this device is left out."""
-    reading = memory.reading
-    values = {
-        "memory/allocated_gib": reading.allocated / GIB,
-        "memory/reserved_gib": reading.reserved / GIB,
-        "memory/peak_allocated_gib": peak / GIB,
-        "memory/fragmentation": reading.fragmentation,
-    }
-    if reading.device_used is not None:
-        values["memory/device_used_gib"] = reading.device_used / GIB
-    if memory.alloc_retries is not None:
-        values["memory/alloc_retries"] = float(memory.alloc_retries)
-    return values
-
-
-def _table(summary: dict[str, Any]) -> Table:
-    marked = " (interrupted: other code reset the counter)" if summary["peak_interrupted"] else ""
-    retries = summary["alloc_retries"]
-    retried = "" if retries is None else f"; {retries} allocator retries"
-    table = Table(
-        title=f"Memory of {summary['device']}: peak {format_bytes(summary['peak_bytes'])} in "
-        f"{summary['peak_phase']}{marked}",
-        caption=f"At the end {format_bytes(summary['reserved_bytes'])} reserved, "
-        f"{format_bytes(summary['allocated_bytes'])} allocated, gap "
-        f"{format_bytes(summary['gap_bytes'])}{retried}",
-    )
-    for heading in ("phase", "peak", "at step", "epoch"):
-        table.add_column(heading, justify="left" if heading == "phase" else "right")
-    for phase, figures in summary["phases"].items():
-        peak = format_bytes(figures["peak_bytes"])
-        table.add_row(phase, peak, str(figures["step"]), str(figures["epoch"]))
-    return table
