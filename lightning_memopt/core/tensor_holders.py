@@ -1,0 +1,127 @@
+"""Which attributes hold how many tensors: two looks tell what grew in between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+
+from lightning_memopt.core.autograd_graph import graph_nodes
+from lightning_memopt.core.tensor_search import TensorSearch
+
+MAX_GRAPH_NODES = 50_000
+# What a tensor takes however small it is: the least block of CUDA's allocator, and about what its
+# objects take on a CPU.
+TENSOR_BYTES = 512
+
+
+@dataclass(frozen=True)
+class Holding:
+    """The tensors that one attribute holds, in a container or by itself.
+
+    Attributes:
+        kind: Name of the container's type; `"Tensor"` for a tensor by itself.
+        tensors: Their number.
+        bytes: Size of their distinct storages.
+        with_graph: How many of them have a graph.
+        graph_nodes: Nodes of those graphs, counted to `MAX_GRAPH_NODES`.
+        is_bounded: Whether the container drops the oldest by itself.
+        is_metric: Whether it is a state of a metric.
+    """
+
+    kind: str
+    tensors: int = 0
+    bytes: int = 0
+    with_graph: int = 0
+    graph_nodes: int = 0
+    is_bounded: bool = False
+    is_metric: bool = False
+
+
+@dataclass(frozen=True)
+class GrownHolder:
+    """An attribute that holds more than before.
+
+    Attributes:
+        name: Its path, as `"model.losses"`, or `"losses of train.py"` for a global.
+        now: What it holds now.
+        more_tensors: How many tensors more.
+        more_bytes: How many bytes more, small tensors counted as what they take at least.
+        more_graph_nodes: How many nodes of graphs more.
+    """
+
+    name: str
+    now: Holding
+    more_tensors: int
+    more_bytes: int
+    more_graph_nodes: int
+
+    @property
+    def has_more_graph(self) -> bool:
+        """Whether more graph is held, so that all that the graph keeps is held too."""
+        return self.more_graph_nodes > 0
+
+
+def find_holders(
+    roots: Mapping[str, object],
+    modules: Iterable[ModuleType] = (),
+    skip: tuple[type, ...] = (),
+) -> dict[str, Holding]:
+    """Look through objects for the attributes that hold tensors.
+
+    Objects of the user's classes, modules, functions with what they close over, hooks and
+    containers are followed; properties are not called, parameters are left out. What two attributes
+    share counts for the first.
+
+    Args:
+        roots: Objects by the name their attributes' paths begin with.
+        modules: Python modules whose globals, classes and functions are searched.
+        skip: Types of objects that are not searched.
+
+    Returns:
+        What is held, by the path of the attribute.
+
+    Example:
+        >>> from torch import nn
+        >>> model = nn.Linear(2, 2)
+        >>> model.kept = [model.weight.sum(), model.weight.sum()]
+        >>> find_holders({"model": model})["model.kept"].with_graph
+        2
+    """
+    search = TensorSearch(skip)
+    for name, root in roots.items():
+        search.look_into(name, root, 0)
+    for module in modules:
+        search.look_into_globals(module)
+    return {
+        name: Holding(
+            tally.kind,
+            tally.tensors,
+            sum(tally.storages.values()),
+            len(tally.with_graph),
+            sum(1 for _ in graph_nodes(tally.with_graph, MAX_GRAPH_NODES)),
+            tally.is_bounded,
+            tally.is_metric,
+        )
+        for name, tally in search.tallies.items()
+    }
+
+
+def grown_holders(before: Mapping[str, Holding], now: Mapping[str, Holding]) -> list[GrownHolder]:
+    """Compare two looks.
+
+    Returns:
+        What holds more tensors, bytes or graph than before, the worst first: what holds more graph
+        holds more than its tensors show.
+    """
+    grown = []
+    for name, holding in now.items():
+        old = before.get(name, Holding(holding.kind))
+        tensors = holding.tensors - old.tensors
+        size = max(holding.bytes - old.bytes, tensors * TENSOR_BYTES)
+        nodes = holding.graph_nodes - old.graph_nodes
+        if nodes == 0 and holding.graph_nodes >= MAX_GRAPH_NODES:
+            nodes = 1  # there may be any number
+        if tensors > 0 or size > 0 or nodes > 0:
+            grown.append(GrownHolder(name, holding, tensors, size, nodes))
+    return sorted(grown, key=lambda x: (x.has_more_graph, x.more_bytes), reverse=True)

@@ -1,0 +1,104 @@
+import collections
+import gc
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_memopt.core.tensor_census import compare_census, take_census
+
+SHAPE = (3, 5, 7)  # of nothing else in this process
+KEPT: list[Tensor] = []
+
+
+class Keeper:
+    def __init__(self):
+        self.kept = []
+
+
+def keep_in_closure():
+    kept = []
+
+    def keep(tensor):
+        kept.append(tensor)
+
+    return keep
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _without_garbage():
+    gc.collect()
+
+
+@pytest.fixture
+def few_objects():
+    """Hide all that is there from the garbage collector: half a million objects take their time."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def change_by(keep, count=6, **kwargs):
+    """Return what a census tells of `count` tensors that were kept after two."""
+    for _ in range(2):
+        keep(torch.ones(SHAPE, **kwargs))
+    before = take_census()
+    for _ in range(count):
+        keep(torch.ones(SHAPE, **kwargs))
+    return compare_census(before)
+
+
+@pytest.mark.usefixtures("few_objects")
+def test_there_are_so_many_tensors_more_of_that_shape_and_type():
+    change = change_by([].append, dtype=torch.float64)
+    assert (change.more_tensors, change.shape, change.dtype) == (6, SHAPE, "float64")
+    assert change.old_with_graph == 0
+
+
+@pytest.mark.usefixtures("few_objects")
+def test_no_tensor_more_is_none():
+    before = take_census()
+    assert compare_census(before) is None
+
+
+@pytest.mark.parametrize(
+    ("keep", "name"),
+    [
+        (KEPT.append, "global `KEPT` of test_tensor_census.py"),
+        (keep_in_closure(), "`kept` in the closure of `keep_in_closure.<locals>.keep`"),
+        (Keeper().kept.append, None),
+    ],
+)
+def test_the_container_that_became_longer_is_named_where_it_has_a_name(keep, name):
+    try:
+        assert change_by(keep).holders == ([name] if name else [])
+    finally:
+        KEPT.clear()
+
+
+@pytest.mark.usefixtures("few_objects")
+@pytest.mark.parametrize("kind", [list, collections.deque, dict])
+@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: (1, x), lambda x: {"y": x}])
+def test_an_attribute_is_named_whatever_holds_the_tensors(kind, wrap):
+    keeper = Keeper()
+    keeper.kept = kind()
+
+    def keep(tensor):
+        if kind is dict:
+            keeper.kept[len(keeper.kept)] = wrap(tensor)
+        else:
+            keeper.kept.append(wrap(tensor))
+
+    assert change_by(keep).holders == ["`Keeper.kept`"]
+
+
+@pytest.mark.usefixtures("few_objects")
+def test_tensors_that_still_have_a_graph_are_counted_and_none_is_kept_alive():
+    weight, keeper = nn.Parameter(torch.ones(SHAPE)), Keeper()
+    keeper.kept += [weight * 2, weight * 3, weight * 4]
+    before = take_census()
+    keeper.kept[0] = None
+    keeper.kept[1].detach_()
+    keeper.kept += [weight * 5] * 2 + [torch.ones(SHAPE)]
+    change = compare_census(before)
+    assert change.old_with_graph == 1
