@@ -8,6 +8,7 @@ from lightning_memopt.callbacks.gradient_checkpointing import GradientCheckpoint
 from lightning_memopt.callbacks.memory_monitor import MemoryMonitor
 from lightning_memopt.callbacks.oom_report import OOMReport
 from lightning_memopt.core.batches import split_batch
+from lightning_memopt.core.growth import MemoryGrowthWarning
 from lightning_memopt.core.layers import select_layers
 from lightning_memopt.core.memory import read_memory
 from lightning_memopt.core.oom import is_out_of_memory
@@ -21,6 +22,7 @@ __all__ = [
     "EmptyCache",
     "GradientAccumulation",
     "GradientCheckpointing",
+    "MemoryGrowthWarning",
     "MemoryMonitor",
     "OOMReport",
     "checkpoint_layers",

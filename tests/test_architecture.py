@@ -27,6 +27,7 @@ PUBLIC = {
     "EmptyCache",
     "GradientAccumulation",
     "GradientCheckpointing",
+    "MemoryGrowthWarning",
     "MemoryMonitor",
     "OOMReport",
     "checkpoint_layers",
@@ -41,7 +42,14 @@ CALLBACKS = "lightning_memopt.callbacks"
 LEAVES = {f"{CORE}.units", f"{CORE}.checks"}
 PLANNING = {
     f"{CORE}.{name}"
-    for name in ("accumulation", "cache_policy", "micro_batch_search", "oom_diagnosis", "planner")
+    for name in (
+        "accumulation",
+        "cache_policy",
+        "growth",
+        "micro_batch_search",
+        "oom_diagnosis",
+        "planner",
+    )
 }
 LIGHTNING = {"lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning"}
 COMPOSERS = {f"{CALLBACKS}.memory_optimizer"}
@@ -186,7 +194,7 @@ def test_imports_go_one_way(module: str) -> None:
     assert wrong_imports(MODULES[module].read_text(), module) == []
 
 
-@pytest.mark.parametrize("name", ["accumulation", "cache_policy", "units", "checks"])
+@pytest.mark.parametrize("name", ["accumulation", "cache_policy", "growth", "units", "checks"])
 def test_the_files_that_plan_exist_under_the_name_that_is_checked(name: str) -> None:
     assert f"{CORE}.{name}" in MODULES
 

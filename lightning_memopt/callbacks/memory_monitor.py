@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from rich.console import Console
 
 from lightning_memopt.callbacks._base import SuiteCallback
+from lightning_memopt.callbacks._leak_watch import LeakWatch
 from lightning_memopt.callbacks._lightning import PointWriter, is_window_end, logged_step
 from lightning_memopt.callbacks._memory_report import CURVES, peak_table, point_of_step
 from lightning_memopt.core.checks import check_bool, check_positive_int
@@ -36,9 +37,15 @@ class MemoryMonitor(SuiteCallback):
     the run's peak survives that, and a reset by other code, which is marked in the table and in
     `summary()`. Of several optimizer steps in a batch all but the last count into a forward.
 
+    Memory that grows steadily over 50 steps or more, by 1 MiB per 100 steps at least, is told
+    once, in a `MemoryGrowthWarning`: how fast, when it would reach the limit, which attribute of
+    the model, a callback, a metric or the script holds it. Silence it by
+    `warnings.filterwarnings("ignore", category=MemoryGrowthWarning)`.
+
     Args:
         every_n_steps: Optimizer steps between two points; steps in between are not read, their
-            peak counts for the run alone. Raising it saves the cost of those reads.
+            peak counts for the run alone. Raising it saves the cost of those reads; a leak is
+            found later.
         phases: Whether to read the peak of forward, backward and optimizer step apart.
         verbose: Whether to print the table at the end of fit.
 
@@ -99,6 +106,7 @@ class MemoryMonitor(SuiteCallback):
             self._before = {k: v for k, v in self._summary.items() if self._summary["steps"]}
         self._writer = PointWriter(trainer)
         self._memory = StepMemory(device)
+        self._leaks = LeakWatch(device)
         self.undo.enter_context(watched_resets())
         self.undo.callback(self._let_go)
 
@@ -142,10 +150,12 @@ class MemoryMonitor(SuiteCallback):
         self._in_step = False
         self._steps += 1
         peaks = memory.step_peaks()
-        values = point_of_step(memory, max(peaks.values()))
+        peak = max(peaks.values())
+        values = point_of_step(memory, peak)
         if self.phases:
             values |= {f"memory_phase/{name}_peak_gib": peak / GIB for name, peak in peaks.items()}
         self._writer.add(values, step)
+        self._leaks.add(trainer, step, memory.reading.allocated, peak)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Compare the ranks' peaks of this epoch."""
@@ -201,4 +211,5 @@ class MemoryMonitor(SuiteCallback):
         self._writer.flush()
         self.summary()
         self._memory = None
+        del self._leaks
         del self._writer  # holds the loggers, which don't pickle

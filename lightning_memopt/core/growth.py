@@ -13,6 +13,7 @@ MIN_STEPS = 50
 MIN_BYTES_PER_STEP = MIB / 100
 _WINDOWS = 10
 _WINDOW_STEPS = MIN_STEPS // _WINDOWS
+_LEVELS = 14  # the last one judges some 400,000 steps
 _SUSPICIOUS_WINDOWS = 6
 # What a line explains of the curve. Of ten values in random order one in 10^5 is above.
 _MIN_LINEAR_SHARE = 0.9
@@ -27,12 +28,18 @@ _NEVER = 2**63
 class MemoryGrowthWarning(UserWarning):
     """Memory at the same point of the step grew steadily: something keeps what it should not.
 
-    `MemoryMonitor` raises it once a fit. A filter of its own silences it or makes it an error.
+    `MemoryMonitor` warns once a fit. A filter of its own silences it or makes it an error.
+
+    Args:
+        text: How fast it grew, since when, and what holds it.
 
     Example:
         >>> import warnings
         >>> warnings.filterwarnings("ignore", category=MemoryGrowthWarning)
     """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
 
 
 @dataclass(frozen=True)
@@ -68,9 +75,10 @@ class GrowthWatch:
 
     Of every few steps the least is kept, with its step: what varies from batch to batch only adds
     to it. Ten such windows in a row are judged. Two windows make one of the next level, of twice
-    the length, so that a slow leak is found later, and a leak that is between two steps of a slow
-    one too. A growth is steady if each pair of windows is higher than the pair before, no rise is
-    most of it, the later half grew about as much as the earlier one, and a line explains the rest.
+    the length, so that slow leaks are found too, later, and those that come once in many steps. A
+    growth is steady if each pair of windows is higher than the pair before, no single rise is most
+    of it, the later half grew about as much as the earlier one and as the time before, and a line
+    explains nearly all of it.
 
     Attributes:
         growth: What the last judgement found.
@@ -86,7 +94,7 @@ class GrowthWatch:
     def __init__(self) -> None:
         self.is_suspicious = False
         self.growth: Growth | None = None
-        self._levels: list[deque[_Point]] = []
+        self._levels: list[deque[_Point]] = [deque(maxlen=2 * _WINDOWS) for _ in range(_LEVELS)]
         self._closed = 0
         self._low, self._low_step = _NEVER, 0
         self._closes_at: int | None = None
@@ -116,22 +124,19 @@ class GrowthWatch:
     def _close(self, point: _Point, step: int) -> Growth | None:
         """Append a window, and those of higher levels that it completes."""
         self._closed += 1
-        found, level, closed = None, 0, self._closed
+        found, closed = None, self._closed
         self.is_suspicious = False
-        while True:
-            if level == len(self._levels):
-                self._levels.append(deque(maxlen=2 * _WINDOWS))
-            windows = self._levels[level]
+        for windows in self._levels:
             windows.append(point)
             if _is_above_rate(windows, -_SUSPICIOUS_WINDOWS):
                 self.is_suspicious |= _is_rising(list(windows)[-_SUSPICIOUS_WINDOWS:])
                 found = _judge(list(windows), step) or found
             if closed % 2:
-                self.growth = found
-                return found
+                break
             point = _least(windows[-2], point)
             closed //= 2
-            level += 1
+        self.growth = found
+        return found
 
 
 def find_growth(points: Iterable[tuple[int, int]]) -> Growth | None:

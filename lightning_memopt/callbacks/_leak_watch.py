@@ -1,0 +1,193 @@
+"""Watches the memory of each step for a leak, and names who holds it."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import warnings
+from types import ModuleType
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities import CombinedLoader
+from torch.optim import Optimizer
+
+from lightning_memopt.callbacks._base import callbacks_of
+from lightning_memopt.callbacks._leak_report import (
+    describe_census,
+    describe_growth,
+    describe_holders,
+)
+from lightning_memopt.core.growth import MIN_STEPS, Growth, GrowthWatch, MemoryGrowthWarning
+from lightning_memopt.core.memory import memory_reader, usable_bytes
+from lightning_memopt.core.tensor_census import TensorCensus, compare_census, take_census
+from lightning_memopt.core.tensor_holders import (
+    GrownHolder,
+    Holding,
+    find_holders,
+    grown_holders,
+)
+from lightning_memopt.core.tensor_search import is_foreign
+from lightning_memopt.core.units import format_bytes
+
+# What may be a cache that settles, or can't be named, must grow over two windows of judgement,
+# which are not exactly as long as said.
+_MANY_STEPS = 2 * MIN_STEPS - 10
+_MIN_STEPS_BETWEEN_LOOKS = 20
+# Of the growth, to be named, and to be blamed without further evidence.
+_MIN_SHARE_OF_NAMED = 0.05
+_MIN_SHARE_OF_BLAMED = 0.25
+_SKIPPED = (pl.Trainer, Strategy, Optimizer)
+
+
+class LeakWatch:
+    """Warns once a fit when memory at the same point of the step keeps growing.
+
+    A step costs a comparison. Once memory looks as if it grew, the first look at what holds tensors
+    is taken; when the growth is certain, the second tells what holds more. Looks become rarer, so
+    that a curve which looks like a leak time and again costs little. Garbage in cycles, which is
+    collected at each look, and a `deque` with a `maxlen` are no leak.
+
+    Args:
+        device: The device whose memory is watched.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._watch: GrowthWatch | None = GrowthWatch()
+        self._first: tuple[int, dict[str, Holding]] | None = None
+        self._census: tuple[int, TensorCensus] | None = None
+        self._freed = 0
+        self._next_look, self._steps_between_looks = 0, MIN_STEPS
+        self._next_judgement = self._least_steps = 0
+
+    def add(self, trainer: pl.Trainer, step: int, allocated: int, peak: int) -> None:
+        """Take the figures of a step.
+
+        Args:
+            trainer: The Trainer.
+            step: The step.
+            allocated: Bytes at its end.
+            peak: Bytes at its peak.
+        """
+        watch = self._watch
+        if watch is None:
+            return
+        growth = watch.add(step, allocated + self._freed)
+        # What is being judged keeps its first look.
+        is_new = watch.is_suspicious and watch.growth is None and step >= self._next_look
+        if growth is None and not is_new:
+            return
+        category: type[Warning] = MemoryGrowthWarning
+        try:
+            if is_new or self._first is None:
+                self._look(trainer, step)
+            text = None if growth is None else self._judge(trainer, step, growth, peak)
+        except Exception as error:  # whatever the user's objects do, training goes on
+            category = UserWarning
+            text = f"`MemoryMonitor` watches for leaks no more, its search failed: {error!r}."
+        if text is not None:
+            self._watch = self._first = self._census = None
+            warnings.warn(text, category, stacklevel=2)
+
+    def _look(self, trainer: pl.Trainer, step: int) -> None:
+        """Take the first look, and let garbage go that would go later and hide what grows."""
+        self._freed += self._collect()
+        self._first = step, self._holders(trainer)
+        self._next_look = step + self._steps_between_looks
+        self._steps_between_looks *= 2
+        self._wait(step)
+
+    def _judge(self, trainer: pl.Trainer, step: int, growth: Growth, peak: int) -> str | None:
+        """Take the second look, and return what is to be said."""
+        if self._first is None or step < self._next_judgement or growth.steps < self._least_steps:
+            return None
+        since, before = self._first
+        added = growth.bytes_per_step * min(step - since, growth.steps)
+        is_garbage = self._collect() > added / 2
+        named = [
+            holder
+            for holder in grown_holders(before, self._holders(trainer))
+            if holder.has_more_graph or holder.more_bytes >= _MIN_SHARE_OF_NAMED * added
+        ]
+        holders = [holder for holder in named if not holder.now.is_bounded]
+        bounded = sum(holder.more_bytes for holder in named if holder.now.is_bounded)
+        if is_garbage or (bounded >= added / 2 and not holders):
+            self._least_steps = 2 * growth.steps
+            return None
+        if not holders and self._census is None:
+            self._census = step, take_census()
+            self._wait(step)
+            return None
+        if not _are_to_blame(holders, added) and growth.steps < _MANY_STEPS:
+            self._least_steps = _MANY_STEPS
+            return None
+        if holders:
+            names = [type(callback).__name__ for callback in callbacks_of(trainer)]
+            who = describe_holders(holders, since, names, _end_of_epoch(trainer, step, growth))
+        elif self._census is not None:
+            counted_at, census = self._census
+            who = describe_census(compare_census(census), counted_at, step)
+        rank = f" of rank {trainer.global_rank}" if trainer.world_size > 1 else ""
+        limit = usable_bytes(self._device)
+        return f"`MemoryMonitor`{rank}: {describe_growth(growth, limit, peak)}. {who}"
+
+    def _wait(self, step: int) -> None:
+        self._next_judgement = max(self._next_judgement, step + _MIN_STEPS_BETWEEN_LOOKS)
+
+    def _collect(self) -> int:
+        """Collect garbage and return how many bytes it held."""
+        reader = memory_reader(self._device)
+        before = reader.read().allocated
+        gc.collect()
+        return max(0, before - reader.read().allocated)
+
+    def _holders(self, trainer: pl.Trainer) -> dict[str, Holding]:
+        """Look through all that is the user's."""
+        model = trainer.lightning_module
+        parts: list[Any] = [*callbacks_of(trainer), *trainer.loggers]
+        datamodule = getattr(trainer, "datamodule", None)
+        loaders = CombinedLoader(trainer.train_dataloader).flattened
+        datasets = [getattr(loader, "dataset", None) for loader in loaders]
+        named = [("model", model), *((type(part).__name__, part) for part in parts)]
+        named += [("datamodule", datamodule), *(("dataset", dataset) for dataset in datasets)]
+        roots: dict[str, object] = {}
+        for name, root in named:
+            same = sum(other.partition("[")[0] == name for other in roots)
+            roots[f"{name}[{same}]" if same else name] = root
+        return find_holders(
+            roots, _modules_of([*model.modules(), *parts, datamodule, *datasets]), _SKIPPED
+        )
+
+
+def _are_to_blame(holders: list[GrownHolder], added: float) -> bool:
+    """Return whether there is no doubt: a list, or a graph, and it holds enough of what came."""
+    return any(
+        holder.has_more_graph
+        or (
+            holder.now.kind not in ("dict", "Tensor")
+            and holder.more_bytes >= _MIN_SHARE_OF_BLAMED * added
+        )
+        for holder in holders
+    )
+
+
+def _modules_of(things: list[Any]) -> list[ModuleType]:
+    """Return the Python modules in which the classes of some objects are, and the script."""
+    names = {base.__module__ for thing in things for base in type(thing).__mro__} | {"__main__"}
+    own = (name for name in sorted(names) if not is_foreign(name))
+    return [sys.modules[name] for name in own if name in sys.modules]
+
+
+def _end_of_epoch(trainer: pl.Trainer, step: int, growth: Growth) -> str:
+    """Say what will have come by the end of the epoch, where many empty their lists."""
+    batches = trainer.num_training_batches
+    if batches == float("inf"):
+        return ""
+    left = (int(batches) - 1 - trainer.fit_loop.batch_idx) // trainer.accumulate_grad_batches
+    if left <= 0:
+        return ""
+    more = format_bytes(left * growth.bytes_per_step)
+    return f"; if that is done when the epoch ends (step {step + left}), it is {more} more by then"
