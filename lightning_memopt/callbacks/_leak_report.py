@@ -66,12 +66,15 @@ def describe_census(change: CensusChange | None, since: int, step: int) -> str:
             "other libraries, and for tensors that C++ code keeps."
         )
     shape = "x".join(map(str, change.shape)) or "scalar"
-    text = f"{change.more_tensors} tensors ({change.dtype}, {shape}) more than at step {since}"
+    text = (
+        f"No attribute holds it: since step {since} there are {change.more_tensors} tensors more, "
+        f"most of them {change.dtype} of shape {shape}"
+    )
     if change.old_with_graph:
-        text += f", {change.old_with_graph} tensors with a graph older than {step - since} steps"
+        text += f", and {change.old_with_graph} have a graph older than {step - since} steps"
     if change.holders:
-        return f"{text}, held by {', '.join(change.holders)}. Let go of them, or `.detach()` them."
-    return f"{text}; look for closures, hooks and caches that keep them."
+        return f"{text}; longer became {', '.join(change.holders)}."
+    return f"{text}. Look for closures, generators and caches that keep them."
 
 
 def _describe(holder: GrownHolder, callbacks: Sequence[str]) -> str:

@@ -17,11 +17,12 @@ _LEVELS = 14  # the last one judges some 400,000 steps
 _SUSPICIOUS_WINDOWS = 6
 # What a line explains of the curve. Of ten values in random order one in 10^5 is above.
 _MIN_LINEAR_SHARE = 0.9
-_MAX_SHARE_OF_ONE_RISE = 0.5
-# The later half grows by this much of the earlier half: a cache that fills up falls below.
+# The later half grows by this much of the earlier half: a cache that fills up falls below, a jump
+# is out of it.
 _MIN_LATER_SHARE, _MAX_LATER_SHARE = 0.85, 2.0
 # So does what is judged, of the time before.
 _MIN_SHARE_OF_BEFORE = 0.75
+_MAX_SHARE_OF_ONE_RISE = 0.5
 _NEVER = 2**63
 
 
@@ -76,9 +77,9 @@ class GrowthWatch:
     Of every few steps the least is kept, with its step: what varies from batch to batch only adds
     to it. Ten such windows in a row are judged. Two windows make one of the next level, of twice
     the length, so that slow leaks are found too, later, and those that come once in many steps. A
-    growth is steady if each pair of windows is higher than the pair before, no single rise is most
-    of it, the later half grew about as much as the earlier one and as the time before, and a line
-    explains nearly all of it.
+    growth is steady if each pair of windows is higher than the pair before, the later half grew
+    about as much as the earlier one, so that no single jump is most of it, the time before did not
+    grow much faster, and a line explains nearly all of it.
 
     Attributes:
         growth: What the last judgement found.
@@ -196,9 +197,9 @@ def _judge(windows: Sequence[_Point], step: int) -> Growth | None:
     if not _MIN_LATER_SHARE * earlier <= later <= _MAX_LATER_SHARE * earlier:
         return None
     slope, _ = _fit(windows)
-    if max(rises) > _MAX_SHARE_OF_ONE_RISE * sum(rises) or slope < MIN_BYTES_PER_STEP:
-        return None
-    if _is_slower_than(before[len(before) % 2 :], sum(rises) / len(rises)):
+    if slope < MIN_BYTES_PER_STEP or _is_slower_than(
+        before[len(before) % 2 :], sum(rises) / len(rises)
+    ):
         return None
     since = windows[0][0]
     return Growth(since, step, round(slope * (step - since)))

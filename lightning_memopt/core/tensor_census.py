@@ -40,9 +40,9 @@ class CensusChange:
     """What two censuses differ in.
 
     Attributes:
-        more_tensors: How many tensors more, of the shape of which there are most more.
-        shape: That shape.
-        dtype: And its dtype, as `"float32"`.
+        more_tensors: How many tensors more.
+        shape: The shape of which most came.
+        dtype: Its dtype, as `"float32"`.
         old_with_graph: How many tensors that had a graph at the first census still have it.
         holders: Names of the containers that became longer, as far as they can be told.
     """
@@ -80,13 +80,13 @@ def compare_census(before: TensorCensus) -> CensusChange | None:
     """Count again, and say what there is more of.
 
     Returns:
-        The difference, or `None` if there is no tensor more.
+        The difference, or `None` if there are no more tensors than before.
     """
     now = take_census()
-    more = now.shapes - before.shapes
-    if not more:
+    count = now.shapes.total() - before.shapes.total()
+    if count <= 0:
         return None
-    (shape, dtype), count = more.most_common(1)[0]
+    shape, dtype = (now.shapes - before.shapes).most_common(1)[0][0]
     old = sum(1 for ref in before.with_graph if (x := ref()) is not None and x.grad_fn is not None)
     longer = {key for key, size in now.lengths.items() if size > before.lengths.get(key, size)}
     return CensusChange(count, shape, dtype, old, list(_names_of(longer))[:_MAX_NAMED])

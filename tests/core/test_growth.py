@@ -81,10 +81,17 @@ def test_steps_that_are_seldom_read_need_as_many_readings(every):
     assert growth.bytes_per_step == MIB
 
 
-def test_a_leak_right_after_warm_up_is_found_once_the_jump_is_past():
-    (step, growth), *_ = follow(lambda step: step * MIB + 500 * MIB * (step > 7), 150)
-    assert 50 < step < 75
-    assert growth.since_step > 7
+@pytest.mark.parametrize("jump", [0, 7, 27])
+def test_a_leak_is_found_once_the_jump_of_a_warm_up_is_past(jump):
+    (step, growth), *_ = follow(lambda step: step * MIB + 500 * MIB * (step > jump), 150)
+    assert jump + 45 < step < jump + 65
+    assert growth.since_step > jump
+    assert growth.bytes_per_step == MIB
+
+
+def test_a_jump_in_the_middle_of_a_leak_is_no_part_of_its_rate():
+    (step, growth), *_ = follow(lambda step: step * MIB + 30 * MIB * (step > 35), 150)
+    assert 75 < step < 100
     assert growth.bytes_per_step == MIB
 
 
@@ -104,6 +111,10 @@ def test_the_longest_steady_growth_is_told():
         pytest.param(lambda step: 500 * MIB * (step > 75), id="a new validation set"),
         pytest.param(lambda step: 100 * MIB * (step**0.5 // 5), id="ever fewer jumps"),
         pytest.param(lambda step: min(step, 30) * MIB, id="a cache that is full"),
+        pytest.param(
+            lambda step: (min(step, 30) + min(max(step - 30, 0), 70) / 2) * MIB,
+            id="a cache that fills at half the speed, then is full",
+        ),
         pytest.param(lambda step: step % 30 * MIB, id="emptied each epoch"),
         pytest.param(lambda step: -step * MIB / 100, id="a fall"),
         pytest.param(lambda step: 100 * MIB * (1 - 0.97**step), id="a cache that settles"),

@@ -49,10 +49,19 @@ def change_by(keep, count=6, **kwargs):
 
 
 @pytest.mark.usefixtures("few_objects")
-def test_there_are_so_many_tensors_more_of_that_shape_and_type():
+def test_there_are_so_many_tensors_more_and_most_are_of_that_shape_and_type():
     change = change_by([].append, dtype=torch.float64)
     assert (change.more_tensors, change.shape, change.dtype) == (6, SHAPE, "float64")
     assert change.old_with_graph == 0
+
+
+@pytest.mark.usefixtures("few_objects")
+def test_tensors_of_any_length_are_counted_together():
+    kept = [torch.ones(3)]
+    before = take_census()
+    kept += [torch.ones(3 + n) for n in range(5)] + [torch.ones(SHAPE), torch.ones(SHAPE)]
+    change = compare_census(before)
+    assert (change.more_tensors, change.shape) == (7, SHAPE)
 
 
 @pytest.mark.usefixtures("few_objects")
