@@ -74,6 +74,15 @@ def test_a_leak_that_begins_late_is_found_as_soon(start):
     assert growth.bytes_per_step == pytest.approx(MIB, rel=0.1)
 
 
+def test_a_jump_before_a_leak_does_not_hide_it():
+    def curve(step):
+        return max(0, step - 310) * MIB + 500 * MIB * (step > 290)
+
+    (step, growth), *_ = follow(curve, 500)
+    assert 350 < step < 370
+    assert growth.bytes_per_step == pytest.approx(MIB, rel=0.1)
+
+
 @pytest.mark.parametrize("every", [3, 10, 50])
 def test_steps_that_are_seldom_read_need_as_many_readings(every):
     (step, growth), *_ = follow(lambda step: step * MIB, 100 * every, every)
