@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -59,7 +61,7 @@ class LeakWatch:
         self._watch: GrowthWatch | None = GrowthWatch()
         self._first: tuple[int, dict[str, Holding]] | None = None
         self._census: tuple[int, TensorCensus] | None = None
-        self._freed = 0
+        self._offset = 0
         self._next_look, self._steps_between_looks = 0, MIN_STEPS
         self._next_judgement = self._least_steps = 0
 
@@ -75,7 +77,7 @@ class LeakWatch:
         watch = self._watch
         if watch is None:
             return
-        growth = watch.add(step, allocated + self._freed)
+        growth = watch.add(step, allocated + self._offset)
         # What is being judged keeps its first look.
         is_new = watch.is_suspicious and watch.growth is None and step >= self._next_look
         if growth is None and not is_new:
@@ -94,8 +96,9 @@ class LeakWatch:
 
     def _look(self, trainer: pl.Trainer, step: int) -> None:
         """Take the first look, and let garbage go that would go later and hide what grows."""
-        self._freed += self._collect()
-        self._first = step, self._holders(trainer)
+        with self._left_out():
+            gc.collect()
+            self._first = step, self._holders(trainer)
         self._next_look = step + self._steps_between_looks
         self._steps_between_looks *= 2
         self._wait(step)
@@ -118,7 +121,8 @@ class LeakWatch:
             self._least_steps = 2 * growth.steps
             return None
         if not holders and self._census is None:
-            self._census = step, take_census()
+            with self._left_out():
+                self._census = step, take_census()
             self._wait(step)
             return None
         if not _are_to_blame(holders, added) and growth.steps < _MANY_STEPS:
@@ -137,12 +141,21 @@ class LeakWatch:
     def _wait(self, step: int) -> None:
         self._next_judgement = max(self._next_judgement, step + _MIN_STEPS_BETWEEN_LOOKS)
 
+    @contextmanager
+    def _left_out(self) -> Iterator[None]:
+        """Leave out of the curve what a search itself frees and keeps."""
+        before = self._allocated()
+        yield
+        self._offset += before - self._allocated()
+
     def _collect(self) -> int:
         """Collect garbage and return how many bytes it held."""
-        reader = memory_reader(self._device)
-        before = reader.read().allocated
+        before = self._allocated()
         gc.collect()
-        return max(0, before - reader.read().allocated)
+        return before - self._allocated()
+
+    def _allocated(self) -> int:
+        return memory_reader(self._device).read().allocated
 
     def _holders(self, trainer: pl.Trainer) -> dict[str, Holding]:
         """Look through all that is the user's."""

@@ -471,6 +471,20 @@ def test_a_steady_run_is_never_looked_through(monkeypatch):
     assert 2 <= len(looks) <= 5
 
 
+def test_what_a_search_itself_keeps_is_no_growth(monkeypatch):
+    kept = []
+    find_holders = _leak_watch.find_holders
+
+    def find_and_keep(*args):
+        kept.append(torch.ones(MIB // 8))
+        return find_holders(*args)
+
+    monkeypatch.setattr(_leak_watch, "find_holders", find_and_keep)
+    text, _ = watched(Net(keep_outputs, kept=[]))
+    assert len(kept) == 2
+    assert rate_in(text) == pytest.approx(OUTPUT, rel=0.1)
+
+
 # The watch fails no run
 
 
