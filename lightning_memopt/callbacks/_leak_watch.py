@@ -3,35 +3,29 @@
 from __future__ import annotations
 
 import gc
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.utilities import CombinedLoader
-from torch.optim import Optimizer
 
 from lightning_memopt.callbacks._base import callbacks_of
+from lightning_memopt.callbacks._holders import holders_of
 from lightning_memopt.callbacks._leak_report import (
     describe_census,
     describe_growth,
     describe_holders,
 )
 from lightning_memopt.core.growth import MIN_STEPS, Growth, GrowthWatch, MemoryGrowthWarning
-from lightning_memopt.core.memory import memory_reader, usable_bytes
+from lightning_memopt.core.memory import memory_reader
+from lightning_memopt.core.memory_limits import usable_bytes
 from lightning_memopt.core.tensor_census import TensorCensus, compare_census, take_census
 from lightning_memopt.core.tensor_holders import (
     GrownHolder,
     Holding,
-    find_holders,
     grown_holders,
 )
-from lightning_memopt.core.tensor_search import is_foreign
 from lightning_memopt.core.units import format_bytes
 
 # What may be a cache that settles, or can't be named, must grow over two windows of judgement,
@@ -41,7 +35,6 @@ _MIN_STEPS_BETWEEN_LOOKS = 20
 # Of the growth, to be named, and to be blamed without further evidence.
 _MIN_SHARE_OF_NAMED = 0.05
 _MIN_SHARE_OF_BLAMED = 0.25
-_SKIPPED = (pl.Trainer, Strategy, Optimizer)
 
 
 class LeakWatch:
@@ -98,7 +91,7 @@ class LeakWatch:
         """Take the first look, and let garbage go that would go later and hide what grows."""
         with self._left_out():
             gc.collect()
-            self._first = step, self._holders(trainer)
+            self._first = step, holders_of(trainer)
         self._next_look = step + self._steps_between_looks
         self._steps_between_looks *= 2
         self._wait(step)
@@ -112,7 +105,7 @@ class LeakWatch:
         is_garbage = self._collect() > added / 2
         named = [
             holder
-            for holder in grown_holders(before, self._holders(trainer))
+            for holder in grown_holders(before, holders_of(trainer))
             if holder.has_more_graph or holder.more_bytes >= _MIN_SHARE_OF_NAMED * added
         ]
         holders = [holder for holder in named if not holder.now.is_bounded]
@@ -157,23 +150,6 @@ class LeakWatch:
     def _allocated(self) -> int:
         return memory_reader(self._device).read().allocated
 
-    def _holders(self, trainer: pl.Trainer) -> dict[str, Holding]:
-        """Look through all that is the user's."""
-        model = trainer.lightning_module
-        parts: list[Any] = [*callbacks_of(trainer), *trainer.loggers]
-        datamodule = getattr(trainer, "datamodule", None)
-        loaders = CombinedLoader(trainer.train_dataloader).flattened
-        datasets = [getattr(loader, "dataset", None) for loader in loaders]
-        named = [("model", model), *((type(part).__name__, part) for part in parts)]
-        named += [("datamodule", datamodule), *(("dataset", dataset) for dataset in datasets)]
-        roots: dict[str, object] = {}
-        for name, root in named:
-            same = sum(other.partition("[")[0] == name for other in roots)
-            roots[f"{name}[{same}]" if same else name] = root
-        return find_holders(
-            roots, _modules_of([*model.modules(), *parts, datamodule, *datasets]), _SKIPPED
-        )
-
 
 def _are_to_blame(holders: list[GrownHolder], added: float) -> bool:
     """Return whether there is no doubt: a list, or a graph, and it holds enough of what came."""
@@ -185,13 +161,6 @@ def _are_to_blame(holders: list[GrownHolder], added: float) -> bool:
         )
         for holder in holders
     )
-
-
-def _modules_of(things: list[Any]) -> list[ModuleType]:
-    """Return the Python modules in which the classes of some objects are, and the script."""
-    names = {base.__module__ for thing in things for base in type(thing).__mro__} | {"__main__"}
-    own = (name for name in sorted(names) if not is_foreign(name))
-    return [sys.modules[name] for name in own if name in sys.modules]
 
 
 def _end_of_epoch(trainer: pl.Trainer, step: int, growth: Growth) -> str:

@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_memopt.callbacks._base import SuiteCallback, callbacks_of
+from lightning_memopt.callbacks._holders import holders_of
 from lightning_memopt.callbacks._lightning import is_window_end, logged_step
 from lightning_memopt.callbacks._output import output_directory, tensorboard_writers, unused_path
 from lightning_memopt.core.checks import check_path, check_positive_int
@@ -147,6 +148,7 @@ class OOMReport(SuiteCallback):
             trainer.optimizers,
             self._recent,
             snapshot,
+            lambda: holders_of(trainer),
             in_use=frozenset(type(callback).__name__ for callback in callbacks_of(trainer)),
             is_half="32" not in str(trainer.precision),
             is_expandable=_has_expandable_segments(),

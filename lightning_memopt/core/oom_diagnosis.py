@@ -213,4 +213,5 @@ def _is_crowded_out(failure: Failure) -> bool:
     if failure.requested is None or not failure.total or not failure.limit:
         return False
     is_much = failure.others > _SHARE_OF_OTHERS * failure.total
-    return is_much and failure.allocated + failure.requested <= failure.limit
+    is_short = failure.requested > (failure.free or 0)
+    return is_much and is_short and failure.allocated + failure.requested <= failure.limit

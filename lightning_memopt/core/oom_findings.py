@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from lightning_memopt.core.allocator_state import (
 )
 from lightning_memopt.core.device_processes import DeviceProcess, processes_on
 from lightning_memopt.core.failure_place import FailurePlace, failure_place, local_variable
+from lightning_memopt.core.growth import find_growth
 from lightning_memopt.core.layers import select_layers
 from lightning_memopt.core.memory import read_memory
 from lightning_memopt.core.memory_history import Snapshot
@@ -26,9 +27,11 @@ from lightning_memopt.core.oom import out_of_memory_in, requested_bytes
 from lightning_memopt.core.oom_diagnosis import Failure
 from lightning_memopt.core.recent_steps import RecentSteps
 from lightning_memopt.core.run_memory import RunMemory
+from lightning_memopt.core.tensor_holders import Holding
 
 _LARGEST = 10
 _MAX_ERROR = 240
+_MAX_COLLECTIONS = 5
 # What is so much smaller than the largest isn't worth a line.
 _LEAST_SHARE = 0.001
 
@@ -47,6 +50,8 @@ class Findings:
         largest: The largest live allocations, each with its source line or its shape.
         processes: The processes on the device.
         recent: The last steps.
+        collections: If memory grew, the attributes that hold many tensors: bytes and description,
+            what holds graphs first.
     """
 
     error: str
@@ -58,6 +63,7 @@ class Findings:
     largest: list[tuple[int, str]]
     processes: list[DeviceProcess]
     recent: RecentSteps
+    collections: list[tuple[int, str]]
 
 
 def find_out(
@@ -67,6 +73,7 @@ def find_out(
     optimizers: Iterable[Optimizer],
     recent: RecentSteps,
     snapshot: Snapshot | None,
+    find_holders: Callable[[], Mapping[str, Holding]],
     **settings: Any,
 ) -> Findings:
     """Look at a run that has just failed, while its tensors are still there.
@@ -80,6 +87,7 @@ def find_out(
         optimizers: Its optimizers.
         recent: The last steps.
         snapshot: PyTorch's record of allocations, if there is one.
+        find_holders: Looks for the attributes that hold tensors; called if memory grew.
         settings: More fields of `Failure`.
     """
     error = out_of_memory_in(exception) or exception
@@ -98,6 +106,7 @@ def find_out(
     total, used = reading.device_total, reading.device_used
     if free is None and total is not None and used is not None:
         free = total - used
+    growth = find_growth((record.step, record.allocated) for record in recent.steps)
     last = recent.steps[-1].allocated if recent.steps else allocated
     failure = Failure(
         phase=place.phase,
@@ -117,6 +126,8 @@ def find_out(
         batch=recent.elements,
         usual_batch=recent.usual_elements(),
         largest_batch=recent.largest_elements(),
+        grown=0 if growth is None else growth.grown_bytes,
+        growth_rate=0.0 if growth is None else growth.bytes_per_step,
         is_cpu=is_cpu,
         **settings,
     )
@@ -131,7 +142,20 @@ def find_out(
         largest=_largest(state, memory),
         processes=processes_on(device),
         recent=recent,
+        collections=[] if growth is None else _collections(find_holders()),
     )
+
+
+def _collections(holders: Mapping[str, Holding]) -> list[tuple[int, str]]:
+    found = [(name, each) for name, each in holders.items() if each.tensors > 1 or each.with_graph]
+    found.sort(key=lambda item: (item[1].graph_nodes > 0, item[1].bytes), reverse=True)
+    return [
+        (
+            each.bytes,
+            f"in `{name}`, {each.kind} of {each.tensors:,}, {each.with_graph:,} with a graph",
+        )
+        for name, each in found[:_MAX_COLLECTIONS]
+    ]
 
 
 def _state(

@@ -39,6 +39,7 @@ def report_text(findings: Findings, where: str, machine: str, files: Iterable[st
             "The largest live allocations",
             *(_sized(size, text) for size, text in findings.largest),
             "",
+            *_collections(findings),
             *_curve(findings.recent.steps, is_cpu=findings.failure.is_cpu),
             *_batches(findings),
             "",
@@ -100,6 +101,13 @@ def _held(findings: Findings) -> Iterator[str]:
             rest = sum(size for _, size in findings.activations[_MAX_MODULES:])
             if rest:
                 yield "    " + _sized(rest, "in other modules")
+
+
+def _collections(findings: Findings) -> Iterator[str]:
+    if findings.collections:
+        yield "Memory grew; attributes that hold several tensors, or their graphs"
+        yield from (_sized(size, text) for size, text in findings.collections)
+        yield ""
 
 
 def _curve(steps: Sequence[StepRecord], is_cpu: bool) -> Iterator[str]:

@@ -464,7 +464,7 @@ def test_a_clean_loop_is_left_alone(name, monkeypatch):
 
 def test_a_steady_run_is_never_looked_through(monkeypatch):
     looks = []
-    monkeypatch.setattr(_leak_watch, "find_holders", lambda *args: looks.append(args) or {})
+    monkeypatch.setattr(_leak_watch, "holders_of", lambda *args: looks.append(args) or {})
     fit(Net())
     assert looks == []
     watched(Net(keep_by_key, by_batch={}))  # not found by this one
@@ -473,13 +473,13 @@ def test_a_steady_run_is_never_looked_through(monkeypatch):
 
 def test_what_a_search_itself_keeps_is_no_growth(monkeypatch):
     kept = []
-    find_holders = _leak_watch.find_holders
+    holders_of = _leak_watch.holders_of
 
     def find_and_keep(*args):
         kept.append(torch.ones(MIB // 8))
-        return find_holders(*args)
+        return holders_of(*args)
 
-    monkeypatch.setattr(_leak_watch, "find_holders", find_and_keep)
+    monkeypatch.setattr(_leak_watch, "holders_of", find_and_keep)
     text, _ = watched(Net(keep_outputs, kept=[]))
     assert len(kept) == 2
     assert rate_in(text) == pytest.approx(OUTPUT, rel=0.1)
@@ -492,7 +492,7 @@ def test_a_failure_within_the_watch_ends_it_and_not_the_training(monkeypatch):
     def fail(*args):
         raise LookupError("an odd object")
 
-    monkeypatch.setattr(_leak_watch, "find_holders", fail)
+    monkeypatch.setattr(_leak_watch, "holders_of", fail)
     model = Net(keep_outputs, kept=[])
     with pytest.warns(UserWarning, match="leaks no more.*LookupError.*an odd object") as caught:
         fit(model)

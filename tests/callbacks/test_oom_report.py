@@ -28,7 +28,7 @@ OOM = r"can't allocate memory|not enough memory|out of memory"
 TOO_MUCH = 2**62
 
 REAL_FAILURES = """
-import json, resource, sys
+import gc, json, resource, sys
 import lightning.pytorch as pl, torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -61,11 +61,14 @@ class Model(pl.LightningModule):
     def __init__(self, phase):
         super().__init__()
         self.phase = phase
+        self.kept = []
         self.stem = nn.Linear(256, 256)
         self.blocks = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.GELU())] * 40)
 
     def training_step(self, batch, batch_idx):
         x = batch[0]
+        if self.phase == "growth":
+            self.kept.append(torch.ones(6 * MIB, dtype=torch.int8))
         if self.phase == "forward" and batch_idx == 2:
             x = x.repeat(1000, 1)
         x = self.blocks(self.stem(x))  # of forward
@@ -81,14 +84,16 @@ class Model(pl.LightningModule):
 
 
 data = DataLoader(TensorDataset(torch.randn(32, 256)), 8)
+long = DataLoader(TensorDataset(torch.randn(800, 256)), 8)
 make_trainer().fit(Model(""), data)
 size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (size + 500 * MIB, resource.RLIM_INFINITY))
 errors = {}
-for phase in ("forward", "backward", "optimizer step", "validation"):
+for phase in ("forward", "backward", "optimizer step", "validation", "growth"):
+    gc.collect()
     trainer = make_trainer(OOMReport(phase), num_sanity_val_steps=0)
     try:
-        trainer.fit(Model(phase), data, data)
+        trainer.fit(Model(phase), long if phase == "growth" else data, data)
     except RuntimeError as error:
         errors[phase] = str(error)
 print(json.dumps(errors))
@@ -188,6 +193,19 @@ def test_activations_of_a_real_failure_are_told_by_module(reports: dict[str, str
     assert "7.81 MiB  stem" in reports["forward"]
     assert "`AutoAccumulation()`: a batch in " in reports["forward"]
     assert row(reports["forward"], "module").startswith("blocks.")
+
+
+def test_memory_that_really_grew_until_it_ran_out_is_told_from_the_rest(
+    reports: dict[str, str],
+) -> None:
+    report = reports["growth"]
+    kind, _, reason = row(report, "likely kind").partition(": ")
+    assert kind == "growth over time"
+    added, rate = re.findall(r"([\d.]+) MiB", reason)
+    assert float(added) == pytest.approx(49 * 6, rel=0.05)
+    assert float(rate) == pytest.approx(600, rel=0.05)
+    assert re.search(r" MiB  in `model.kept`, list of \d+, 0 with a graph", report)
+    assert "1. free what grows" in report
 
 
 def test_a_real_failure_tells_of_the_steps_before_it(reports: dict[str, str]) -> None:

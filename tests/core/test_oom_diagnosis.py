@@ -58,6 +58,7 @@ def test_each_kind_is_told_by_its_figures(failure, kind, figure):
         replace(UNUSUAL, batch=1400, largest_batch=1400),  # no larger than one before it
         replace(GROWN, grown=GIB),  # less than was asked for
         replace(CROWDED, others=3 * GIB, reserved=77 * GIB, allocated=76 * GIB),
+        replace(CROWDED, free=3 * GIB, others=56 * GIB),  # there was enough beside the others
         replace(CROWDED, limit=21 * GIB),  # its own share, not the others
     ],
 )

@@ -6,6 +6,7 @@ from lightning_memopt.core.memory_history import Snapshot
 from lightning_memopt.core.oom_findings import Findings, find_out
 from lightning_memopt.core.oom_text import report_text
 from lightning_memopt.core.recent_steps import RecentSteps
+from lightning_memopt.core.tensor_holders import Holding
 from lightning_memopt.core.units import MIB
 
 CPU = torch.device("cpu")
@@ -30,7 +31,13 @@ class Net(nn.Module):
 def look(model, recent=None, snapshot: Snapshot | None = None, **settings) -> Findings:
     with pytest.raises(RuntimeError, match=r"allocate memory|not enough memory") as caught:
         model.training_step(torch.ones(32, 64))
-    return find_out(caught.value, CPU, model, [], recent or RecentSteps(50), snapshot, **settings)
+    recent = recent or RecentSteps(50)
+    holders = {
+        "model.few": Holding("list", 2, 30, 0, 0),
+        "model.one": Holding("Tensor", 1, 10**9, 0, 0),
+        "model.losses": Holding("list", 60, 20, 60, 600),
+    }
+    return find_out(caught.value, CPU, model, [], recent, snapshot, lambda: holders, **settings)
 
 
 def test_what_is_kept_in_blocks_is_counted_apart():
@@ -97,6 +104,21 @@ def test_the_page_has_every_part_and_fits_on_a_page():
     ):
         assert part in text
     assert len(text.splitlines()) <= 66
+
+
+def test_who_holds_many_tensors_is_told_if_memory_grew():
+    recent = RecentSteps(50)
+    for step in range(50):
+        recent.end_step(step, allocated=step * MIB, peak=step * MIB)
+    findings = look(Net(), recent)
+    assert findings.failure.grown == 49 * MIB
+    assert findings.failure.growth_rate == MIB
+    assert findings.collections == [
+        (20, "in `model.losses`, list of 60, 60 with a graph"),
+        (30, "in `model.few`, list of 2, 0 with a graph"),
+    ]
+    assert "Memory grew; attributes" in report_text(findings, "", "", [])
+    assert look(Net()).collections == []
 
 
 def test_a_flat_curve_is_drawn_flat():
