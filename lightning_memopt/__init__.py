@@ -6,6 +6,7 @@ from lightning_memopt.callbacks.empty_cache import EmptyCache
 from lightning_memopt.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_memopt.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_memopt.callbacks.memory_monitor import MemoryMonitor
+from lightning_memopt.callbacks.memory_profiler import MemoryProfiler
 from lightning_memopt.callbacks.oom_report import OOMReport
 from lightning_memopt.core.batches import split_batch
 from lightning_memopt.core.growth import MemoryGrowthWarning
@@ -24,6 +25,7 @@ __all__ = [
     "GradientCheckpointing",
     "MemoryGrowthWarning",
     "MemoryMonitor",
+    "MemoryProfiler",
     "OOMReport",
     "checkpoint_layers",
     "is_out_of_memory",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,34 @@ def check_patterns(argument: str, value: Any) -> None:
         raise TypeError(f"`{argument}` must be a `str` or a list of `str`, got {value!r}.")
     if not patterns or not all(patterns):
         raise ValueError(f"`{argument}` must name something, got {value!r}.")
+
+
+def check_steps(argument: str, value: Any) -> None:
+    """Require a list or tuple of `int`s of at least zero, not empty.
+
+    Raises:
+        TypeError: `value` is no list or tuple, or an item is no `int`.
+        ValueError: `value` is empty, or an item is below zero.
+    """
+    if not isinstance(value, list | tuple):
+        raise TypeError(f"`{argument}` must be a list of steps such as `[5, 6]`, got {value!r}.")
+    if not value:
+        raise ValueError(f"`{argument}` must hold at least one step such as `[5]`, got {value!r}.")
+    for step in value:
+        check_epoch(f"{argument} (step)", step)
+
+
+def check_path(argument: str, value: Any) -> None:
+    """Require a path or `None`.
+
+    Raises:
+        TypeError: `value` is neither.
+        ValueError: `value` is empty.
+    """
+    if value is not None and not isinstance(value, str | PathLike):
+        raise TypeError(f"`{argument}` must be a path or `None`, got {value!r}.")
+    if value == "":
+        raise ValueError(f"`{argument}` must be a path or `None`, got {value!r}.")
 
 
 def check_schedule(argument: str, value: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 
@@ -57,3 +58,46 @@ class PatchedMethod:
 
 def _same(value: Any) -> Any:
     return value
+
+
+def surround(
+    owner: Any, name: str, context: Callable[[], AbstractContextManager[Any]]
+) -> Callable[[], None]:
+    """Run a method of one object within a context, each time anew.
+
+    Several may surround the same method, and leave in any order.
+
+    Args:
+        owner: The object.
+        name: Name of its method.
+        context: Makes the context of one call.
+
+    Returns:
+        A function that ends it; calling it twice is harmless.
+    """
+    there = vars(owner).get(name)
+    method = there if isinstance(there, _Surrounded) else _Surrounded(owner, name)
+    method.contexts.append(context)
+
+    def undo() -> None:
+        if context in method.contexts:
+            method.contexts.remove(context)
+            if not method.contexts:
+                method.restore()
+
+    return undo
+
+
+class _Surrounded(PatchedMethod):
+    """A method that runs within contexts."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        super().__init__(owner, name)
+        self.contexts: list[Callable[[], AbstractContextManager[Any]]] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the method."""
+        with ExitStack() as stack:
+            for context in self.contexts:
+                stack.enter_context(context())
+            return self.original(*args, **kwargs)

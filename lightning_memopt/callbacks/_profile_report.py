@@ -1,0 +1,95 @@
+"""What is written of a profiled step: files by every rank, TensorBoard by the first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from lightning_memopt.core.memory_history import save_snapshot
+from lightning_memopt.core.profile_files import (
+    ProfileFiles,
+    describe_peak,
+    modules_table,
+    operators_table,
+    write_curve,
+)
+from lightning_memopt.core.profiled_step import ProfiledStep
+from lightning_memopt.core.timeline_pictures import (
+    draw_blocks,
+    draw_categories,
+    has_pictures,
+    picture_bytes,
+    save_picture,
+)
+
+_TAG = "memory_profile"
+_SHOWN_ROWS = 25
+_PICTURES = {"categories": draw_categories, "blocks": draw_blocks}
+
+
+def write_report(trainer: pl.Trainer, profiled: ProfiledStep, folder: Path, step: int) -> str:
+    """Write all that is known of a step.
+
+    Args:
+        trainer: The Trainer.
+        profiled: The step, finished.
+        folder: Where files go.
+        step: Its number.
+
+    Returns:
+        What the step's peak was, and which files there are, in one line.
+    """
+    device = trainer.strategy.root_device
+    is_host = device.type == "cpu"
+    files = ProfileFiles(folder, step, trainer.global_rank)
+    boards = _boards(trainer)
+    files.write("modules.txt", modules_table(profiled.modules))
+    _add_text(boards, "modules", modules_table(profiled.modules, _SHOWN_ROWS), step)
+    headline = "no timeline"
+    if profiled.operators is not None:
+        files.write("operators.txt", operators_table(profiled.operators, is_host))
+        shown = operators_table(profiled.operators, is_host, _SHOWN_ROWS)
+        _add_text(boards, "operators", shown, step)
+        trace = files.path("trace.json.gz")
+        profiled.operators.export_chrome_trace(str(trace))
+        timeline = profiled.timeline(trace)
+        if timeline is not None:
+            headline = describe_peak(timeline)
+            write_curve(timeline, files.path("timeline.csv"))
+            for name, draw in (("categories", draw_categories), ("blocks", draw_blocks)):
+                if has_pictures():
+                    what = "memory" if name == "categories" else "blocks of memory"
+                    picture = picture_bytes(
+                        draw(
+                            timeline, f"Step {step}: {what} on {device}, rank {trainer.global_rank}"
+                        )
+                    )
+                    save_picture(picture, files.path(f"{name}.png"))
+                    _add_image(boards, name, picture, step)
+    if profiled.snapshot is not None:
+        save_snapshot(profiled.snapshot, files.path("snapshot.pickle"))
+    if profiled.lines is not None:
+        files.write("lines.txt", profiled.lines)
+    names = ", ".join(path.name.removeprefix(f"{files.stem}-") for path in files.written)
+    return f"{headline}; written to {folder / files.stem}-*: {names}"
+
+
+def _boards(trainer: pl.Trainer) -> list[Any]:
+    if not trainer.is_global_zero:
+        return []
+    loggers = trainer.loggers
+    return [logger.experiment for logger in loggers if isinstance(logger, TensorBoardLogger)]
+
+
+def _add_text(boards: list[Any], name: str, text: str, step: int) -> None:
+    for board in boards:
+        indented = "\n".join(f"    {line}" for line in text.splitlines())  # Markdown's code
+        board.add_text(f"{_TAG}/{name}", indented, step)
+
+
+def _add_image(boards: list[Any], name: str, picture: Any, step: int) -> None:
+    for board in boards:
+        board.add_image(f"{_TAG}/{name}", picture[:, :, :3], step, dataformats="HWC")

@@ -1,0 +1,46 @@
+"""Hooks on modules that nobody else notices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+_COMPILED = "_torchdynamo_orig_callable"
+
+
+class ModuleHook:
+    """A hook on a module that a copy or a pickle of the module loses."""
+
+    def __init__(self, call: Callable[[str, nn.Module], None], name: str) -> None:
+        self._call, self._name = call, name
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        """Tell that the module begins, or has run."""
+        if not torch.compiler.is_compiling():
+            self._call(self._name, module)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ModuleHook, (_nothing, "")
+
+
+def hookable_modules(
+    model: nn.Module, prefix: str = "", seen: set[int] | None = None
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield names and modules below a model, each once, without those that a compiler runs."""
+    seen = set() if seen is None else seen
+    if any(hasattr(vars(model).get(name), _COMPILED) for name in ("forward", "training_step")):
+        return
+    for name, child in model.named_children():
+        if id(child) in seen or getattr(child, "_compiled_call_impl", None) is not None:
+            continue
+        seen.add(id(child))
+        yield prefix + name, child
+        if not isinstance(child, torch.jit.ScriptModule):
+            yield from hookable_modules(child, f"{prefix}{name}.", seen)
+
+
+def _nothing(name: str, module: nn.Module) -> None:
+    pass

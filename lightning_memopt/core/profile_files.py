@@ -1,0 +1,138 @@
+"""What is written of a profiled step: tables and curves as text, and names that are free."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+from pathlib import Path
+from typing import Any
+
+from lightning_memopt.core.module_memory import ForwardMemory, ModuleMemory, ModuleRow
+from lightning_memopt.core.step_timeline import StepTimeline
+from lightning_memopt.core.units import format_bytes
+
+_MAX_OPERATORS = 100
+_MAX_NAME = 80
+
+
+class ProfileFiles:
+    """The files of one step, which never replace others.
+
+    Args:
+        folder: Where they go; it is made.
+        step: Number of the step.
+        rank: Number of the process.
+
+    Attributes:
+        written: All files so far.
+        stem: What the name of each begins with.
+    """
+
+    def __init__(self, folder: Path, step: int, rank: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.written: list[Path] = []
+        self._folder = folder
+        name = f"step{step}-rank{rank}"
+        stems = itertools.chain([name], (f"{name}-{count}" for count in itertools.count(2)))
+        # A second profile of a step has all its files under one name that is free.
+        taken = {path.name.rpartition("-")[0] for path in folder.iterdir()}
+        self.stem = next(stem for stem in stems if stem not in taken)
+
+    def path(self, ending: str) -> Path:
+        """Return where the file with an ending goes, and count it as written."""
+        path = self._folder / f"{self.stem}-{ending}"
+        self.written.append(path)
+        return path
+
+    def write(self, ending: str, text: str) -> None:
+        """Write a text."""
+        self.path(ending).write_text(text if text.endswith("\n") else text + "\n", encoding="utf-8")
+
+
+def operators_table(operators: Any, is_host: bool, limit: int = _MAX_OPERATORS) -> str:
+    """Return the operators that a profiler saw, by the memory that each took itself."""
+    by = "self_cpu_memory_usage" if is_host else "self_device_memory_usage"
+    averages = operators.key_averages()
+    return str(averages.table(sort_by=by, row_limit=limit, max_name_column_width=_MAX_NAME))
+
+
+def modules_table(modules: ModuleMemory, limit: int | None = None) -> str:
+    """Return memory by module in the forward that kept most, by what each keeps itself.
+
+    Args:
+        modules: What was seen.
+        limit: The most rows; `None` for all.
+    """
+    forward = modules.largest
+    if forward is None:
+        return "No module ran."
+    rows = sorted(forward.rows, key=lambda row: (-row.own_kept_bytes, -row.kept_bytes))
+    cells = [("module", "class", "calls", "forward", "own", "kept", "own"), *map(_cells, rows)]
+    left_out = len(rows) - limit if limit is not None and len(rows) > limit else 0
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if column < 2 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in (cells[: limit + 1] if left_out and limit is not None else cells)
+    ]
+    if left_out:
+        lines.append(f"... and {left_out} more")
+    return "\n".join([*_heading(modules, forward), "", *lines, "", *_sums(forward)])
+
+
+def write_curve(timeline: StepTimeline, path: Path) -> None:
+    """Write memory over the step as CSV: time, bytes by category, their total, reserved."""
+    reserved = {"reserved_bytes": timeline.reserved} if timeline.reserved else {}
+    columns = {f"{name.replace(' ', '_')}_bytes": x for name, x in timeline.bytes_of.items()}
+    columns |= {"total_bytes": timeline.total} | reserved
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["time_ms", "phase", *columns])
+        for position, time in enumerate(timeline.times_ms):
+            values = [column[position] for column in columns.values()]
+            writer.writerow([f"{time:.4f}", timeline.phase_at(time), *values])
+
+
+def describe_peak(timeline: StepTimeline) -> str:
+    """Return where a step peaked and what its memory was then, in one line."""
+    peak = timeline.peak
+    total = timeline.total[peak]
+    phase = timeline.phase_at(timeline.times_ms[peak])
+    parts = sorted(((x[peak], name) for name, x in timeline.bytes_of.items()), reverse=True)
+    shares = ", ".join(
+        f"{name} {format_bytes(size)} ({size / total:.0%})" for size, name in parts if size > 0
+    )
+    return f"peak {format_bytes(total)}{f' in {phase}' if phase else ''}: {shares}"
+
+
+def _heading(modules: ModuleMemory, forward: ForwardMemory) -> list[str]:
+    count = len(modules.forwards)
+    which = "" if count == 1 else f", in forward {modules.forwards.index(forward) + 1} of {count}"
+    return [
+        f"Memory by module{which}, sorted by what a module itself keeps for backward.",
+        "forward: growth of allocated memory while the module runs; kept: storages saved for",
+        "backward, each counted once, for the innermost module that saved it first; own: without",
+        "children. Parameters and buffers are left out. A checkpointed module keeps its inputs.",
+    ]
+
+
+def _cells(row: ModuleRow) -> tuple[str, ...]:
+    sizes = (row.forward_bytes, row.own_forward_bytes, row.kept_bytes, row.own_kept_bytes)
+    name = row.name or "(training_step)"
+    return name, row.type_name, str(row.calls), *map(format_bytes, sizes)
+
+
+def _sums(forward: ForwardMemory) -> list[str]:
+    own = sum(row.own_kept_bytes for row in forward.rows)
+    new = forward.kept_bytes - forward.kept_before_bytes
+    grown = forward.grown_bytes
+    share = f" ({forward.explained:.1%} of it is kept and new)" if grown > 0 else ""
+    return [
+        f"sum over modules    {format_bytes(own):>12}  ({own} bytes)",
+        f"distinct storages   {format_bytes(forward.kept_bytes):>12}  ({forward.kept_bytes} bytes)",
+        f"  there before      {format_bytes(forward.kept_before_bytes):>12}  (the batch)",
+        f"  new               {format_bytes(new):>12}",
+        f"allocated grew by   {format_bytes(grown):>12}{share}",
+    ]

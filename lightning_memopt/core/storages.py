@@ -1,0 +1,31 @@
+"""Storages of tensors, looked at without being kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    """Return the storage of a tensor, `None` where it has none with an address."""
+    try:
+        storage = tensor.untyped_storage()
+        return storage if storage.data_ptr() else None
+    except (RuntimeError, NotImplementedError):  # sparse, or only traced
+        return None
+
+
+class WeakStorage:
+    """A storage that is freed as if nobody looked at it."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        make: Any = StorageWeakRef
+        self._reference = make(storage)
+
+    @property
+    def is_freed(self) -> bool:
+        """Whether its memory has been freed."""
+        return bool(self._reference.expired())
