@@ -29,6 +29,7 @@ PUBLIC = {
     "GradientCheckpointing",
     "MemoryGrowthWarning",
     "MemoryMonitor",
+    "MemoryProfiler",
     "OOMReport",
     "checkpoint_layers",
     "is_out_of_memory",

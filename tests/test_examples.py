@@ -85,6 +85,7 @@ def test_every_example_is_run_here() -> None:
 def test_there_is_a_config_for_each_callback_and_one_for_all() -> None:
     assert {config.stem for config in CONFIGS} == {
         "memory_monitor",
+        "memory_profiler",
         "gradient_checkpointing",
         "automatic_mixed_precision",
         "auto_accumulation",

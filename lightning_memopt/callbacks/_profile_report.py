@@ -27,7 +27,10 @@ from lightning_memopt.core.timeline_pictures import (
 
 _TAG = "memory_profile"
 _SHOWN_ROWS = 25
-_PICTURES = {"categories": draw_categories, "blocks": draw_blocks}
+_PICTURES = {
+    "categories": ("what memory is used for", draw_categories),
+    "blocks": ("the allocator's blocks", draw_blocks),
+}
 
 
 def write_report(trainer: pl.Trainer, profiled: ProfiledStep, folder: Path, step: int) -> str:

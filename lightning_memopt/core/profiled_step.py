@@ -25,7 +25,6 @@ from lightning_memopt.core.storages import WeakStorage, storage_of
 from lightning_memopt.core.trace_events import read_events, read_times
 
 _PREFIX = "lightning_memopt: "
-_END = "end of the step"
 _MAX_HISTORY = 200_000
 
 
@@ -71,7 +70,6 @@ class ProfiledStep:
         self._baseline: dict[int, tuple[int, str]] = {}
         self._references: dict[int, WeakStorage] = {}
         self._total: int | None = None
-        self._span: Any = None
         self._text: Callable[[], str] | None = None
         self._phase = ""
         self._open = ExitStack()
@@ -94,7 +92,6 @@ class ProfiledStep:
             self.operators = _profiler(self._device, self._ranges is None)
             self.operators.start()
             self._open.callback(self._stop)
-        self._open.callback(self._end_span)
         inputs = list(inputs)
         self._take_baseline(inputs)
         self.note_inputs(inputs)
@@ -116,20 +113,16 @@ class ProfiledStep:
         """Begin a phase of the step, or a moment between two where the name is empty."""
         if name == "backward":
             self.modules.end_forward()
-        self._end_span()
+        if self._ranges is not None:
+            self._ranges.pop(self._phase)
+            if name:
+                self._ranges.push(name)
         self._phase = name
-        self._mark(name)
-        self._span = record_function(f"{_PREFIX}{len(self._marks)} {name or 'between'}")
-        self._span.__enter__()
-        if self._ranges is not None and name:
-            self._ranges.push(name)
+        self._mark(name, name or "between")
 
     def finish(self) -> None:
         """End the step and take what is known of it."""
-        self._end_span()
-        self._mark("")
-        with record_function(f"{_PREFIX}{len(self._marks)} {_END}"):
-            pass
+        self._mark("", "end of the step")
         self.snapshot = take_snapshot(self._device)
         self._open.close()
         if self._text is not None:
@@ -161,13 +154,16 @@ class ProfiledStep:
         ]
         return build_timeline(events, marks, self._baseline, self._total)
 
-    def _mark(self, phase: str) -> None:
+    def _mark(self, phase: str, name: str) -> None:
         gone = [address for address, kept in self._references.items() if kept.is_freed]
         for address in gone:
             del self._references[address]
         labels = dict.fromkeys(self.modules.kept_addresses(), "activations")
         labels |= {storage.data_ptr(): category for storage, category in self._known()}
         self._marks.append(Mark(0.0, phase, labels, gone))
+        # A moment, no range: the profiler would count the range as an operator.
+        with record_function(f"{_PREFIX}{len(self._marks)} {name}"):
+            pass
 
     def _take_baseline(self, inputs: list[Tensor]) -> None:
         held = [(storage_of(tensor), OTHER) for tensor in inputs]
@@ -191,13 +187,6 @@ class ProfiledStep:
                 storage = storage_of(tensor)
                 if storage is not None:
                     yield storage, category
-
-    def _end_span(self) -> None:
-        span, self._span = self._span, None
-        if span is not None:
-            span.__exit__(None, None, None)
-        if self._ranges is not None:
-            self._ranges.pop(self._phase)
 
     def _stop(self) -> None:
         # After an exception, what it raises would hide the user's own.

@@ -33,12 +33,14 @@ ACTIVE: dict[str, dict[str, Any]] = {
     "AutomaticMixedPrecision": {"precision": "bf16-mixed"},
     "EmptyCache": {"when": ["step", "epoch", "before_validation"]},
     "GradientAccumulation": {"steps": 2},
+    "MemoryProfiler": {"steps": [0, 2]},
 }
 # What leaves the result of training as it is, to the bit.
 NEUTRAL: dict[str, dict[str, Any]] = {
     "AutomaticMixedPrecision": {"precision": "32-true"},
     "EmptyCache": {"when": ["step", "epoch", "before_validation"]},
     "GradientAccumulation": {"steps": 1},
+    "MemoryProfiler": {"steps": [0, 2]},
 }
 KEYS = ("memory", "memory_phase", "memory_val", "memory_ranks", "accumulation", "amp", "cache")
 
@@ -52,7 +54,16 @@ def is_callback(name: str) -> bool:
 pytestmark = [
     pytest.mark.filterwarnings(r"ignore:`EmptyCache\(when=.*call it less often"),
     pytest.mark.filterwarnings("ignore:.*normalise over the batch"),
+    # By default it profiles a step that these runs don't get to.
+    pytest.mark.filterwarnings(r"ignore:`MemoryProfiler\(steps=.*found no step"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # some write files there
+
+
 
 NAMES = sorted(name for name in lightning_memopt.__all__ if is_callback(name))
 EVERY = pytest.mark.parametrize("name", NAMES)
