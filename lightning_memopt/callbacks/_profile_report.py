@@ -20,16 +20,20 @@ from lightning_memopt.core.profiled_step import ProfiledStep
 from lightning_memopt.core.timeline_pictures import (
     draw_blocks,
     draw_categories,
+    draw_pixels,
     has_pictures,
-    picture_bytes,
-    save_picture,
+    save_pixels,
 )
 
 _TAG = "memory_profile"
 _SHOWN_ROWS = 25
 _PICTURES = {
     "categories": ("what memory is used for", draw_categories),
-    "blocks": ("the allocator's blocks", draw_blocks),
+    "blocks": ("blocks of the allocator", draw_blocks),
+}
+_PICTURES = {
+    "categories": ("what memory is used for", draw_categories),
+    "blocks": ("blocks of the allocator", draw_blocks),
 }
 
 
@@ -62,16 +66,11 @@ def write_report(trainer: pl.Trainer, profiled: ProfiledStep, folder: Path, step
         if timeline is not None:
             headline = describe_peak(timeline)
             write_curve(timeline, files.path("timeline.csv"))
-            for name, draw in (("categories", draw_categories), ("blocks", draw_blocks)):
-                if has_pictures():
-                    what = "memory" if name == "categories" else "blocks of memory"
-                    picture = picture_bytes(
-                        draw(
-                            timeline, f"Step {step}: {what} on {device}, rank {trainer.global_rank}"
-                        )
-                    )
-                    save_picture(picture, files.path(f"{name}.png"))
-                    _add_image(boards, name, picture, step)
+            title = f"Step {step} on {device}, rank {trainer.global_rank}"
+            for name, (what, draw) in _PICTURES.items() if has_pictures() else ():
+                pixels = draw_pixels(draw(timeline, f"{title}: {what}"))
+                save_pixels(pixels, files.path(f"{name}.png"))
+                _add_image(boards, name, pixels, step)
     if profiled.snapshot is not None:
         save_snapshot(profiled.snapshot, files.path("snapshot.pickle"))
     if profiled.lines is not None:
@@ -93,6 +92,6 @@ def _add_text(boards: list[Any], name: str, text: str, step: int) -> None:
         board.add_text(f"{_TAG}/{name}", indented, step)
 
 
-def _add_image(boards: list[Any], name: str, picture: Any, step: int) -> None:
+def _add_image(boards: list[Any], name: str, pixels: Any, step: int) -> None:
     for board in boards:
-        board.add_image(f"{_TAG}/{name}", picture[:, :, :3], step, dataformats="HWC")
+        board.add_image(f"{_TAG}/{name}", pixels[:, :, :3], step, dataformats="HWC")

@@ -17,9 +17,11 @@ _COLOURS = {
     "activations": "#EE8866",
     "other": "#BBBBBB",
 }
+_REST = "#E8E8E8"  # what lies on top of the blocks that are drawn
 _UNITS = (("GiB", GIB), ("MiB", MIB), ("KiB", 1024))
 _INCHES = (8.0, 4.5)
 _DPI = 125
+_AXES = (0.085, 0.125, 0.705, 0.74)  # left, bottom, width, height: a layout engine takes longer
 _MAX_POINTS = 2000
 _MAX_BLOCKS = 400
 _NARROW = 0.07  # share of the width below which the name of a phase finds no room
@@ -73,12 +75,16 @@ def draw_blocks(timeline: StepTimeline, title: str) -> Any:
         linewidths=0.4,
     )
     axes.add_collection(polygons)
+    polygons.set_zorder(2)
     shown = _thinned(timeline)
     times = [*(timeline.times_ms[i] for i in shown), timeline.end_ms]
+    allocated = [timeline.total[i] / unit for i in (*shown, -1)]
+    axes.fill_between(times, allocated, color=_REST, step="post", linewidth=0)
     used = {block.category for block in blocks}
     handles: list[Any] = [
         Patch(color=_COLOURS[name], label=name) for name in reversed(CATEGORIES) if name in used
     ]
+    handles.insert(0, Patch(color=_REST, label="the rest"))
     lines = [("allocated", timeline.total, "-"), ("reserved", timeline.reserved, ":")]
     for name, values, style in lines:
         if values:
@@ -90,7 +96,7 @@ def draw_blocks(timeline: StepTimeline, title: str) -> Any:
     if len(timeline.blocks) > len(blocks):
         axes.text(
             0.995,
-            -0.17,
+            -0.105,
             f"the {len(blocks)} largest of {len(timeline.blocks)} blocks",
             transform=axes.transAxes,
             ha="right",
@@ -100,7 +106,7 @@ def draw_blocks(timeline: StepTimeline, title: str) -> Any:
     return figure
 
 
-def picture_bytes(figure: Any) -> Any:
+def draw_pixels(figure: Any) -> Any:
     """Return a figure's pixels: height, width and four channels, from 0 to 255."""
     import numpy
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -110,7 +116,7 @@ def picture_bytes(figure: Any) -> Any:
     return numpy.asarray(canvas.buffer_rgba()).copy()
 
 
-def save_picture(pixels: Any, path: Path) -> None:
+def save_pixels(pixels: Any, path: Path) -> None:
     """Write pixels as PNG."""
     from matplotlib.image import imsave
 
@@ -121,8 +127,8 @@ def _frame(timeline: StepTimeline, title: str) -> tuple[Any, Any, int]:
     """Return a figure with its axes, title and phases, and the unit of its bytes."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=_INCHES, dpi=_DPI, layout="constrained")
-    axes = figure.add_subplot()
+    figure = Figure(figsize=_INCHES, dpi=_DPI)
+    axes = figure.add_axes(_AXES)
     highest = max([*timeline.total, *timeline.reserved, 1])
     unit, name = (
         (GIB, "GiB") if highest >= GIB else (MIB, "MiB") if highest >= MIB else (2**10, "KiB")
@@ -151,7 +157,10 @@ def _frame(timeline: StepTimeline, title: str) -> tuple[Any, Any, int]:
 
 
 def _legend(figure: Any, handles: list[Any], names: list[str]) -> None:
-    figure.legend(handles, names, loc="outside right upper", fontsize=10, frameon=False)
+    where = (_AXES[0] + _AXES[2] + 0.005, _AXES[1] + _AXES[3])
+    figure.legend(
+        handles, names, loc="upper left", bbox_to_anchor=where, fontsize=10, frameon=False
+    )
 
 
 def _thinned(timeline: StepTimeline) -> list[int]:
@@ -175,7 +184,8 @@ def _by_begin(blocks: list[Block]) -> list[Block]:
 def _outlines(blocks: list[Block]) -> Iterator[list[tuple[float, float]]]:
     """Yield the outline of each block: a block falls when one below it is freed."""
     ordered = _by_begin(blocks)
-    ends = sorted(range(len(ordered)), key=lambda i: ordered[i].end_ms)
+    # Of those that end together, the upper ones first: then nothing falls.
+    ends = sorted(range(len(ordered)), key=lambda i: (ordered[i].end_ms, -i))
     paths: dict[int, list[tuple[float, float]]] = {}
     live: list[int] = []
     top = 0.0
