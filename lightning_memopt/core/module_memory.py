@@ -172,7 +172,8 @@ class ModuleMemory:
     def _pack(self, tensor: Tensor) -> Tensor:
         if not torch.compiler.is_compiling() and not _is_in_backward():
             self._note(tensor)
-        return tensor
+        # The tensor itself, where it is an output, would hold the node that holds it.
+        return tensor.detach()
 
     def _note(self, tensor: Tensor) -> None:
         storage = storage_of(tensor)

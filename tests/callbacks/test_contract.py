@@ -66,7 +66,6 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("lightning_memopt.callbacks._profile_report.has_pictures", bool)
 
 
-
 NAMES = sorted(name for name in lightning_memopt.__all__ if is_callback(name))
 EVERY = pytest.mark.parametrize("name", NAMES)
 # Two that want the same thing don't go together; each of them is in half of the orders.

@@ -1,0 +1,393 @@
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_memopt import checkpoint_layers
+from lightning_memopt.core.module_memory import ForwardMemory, ModuleMemory
+from lightning_memopt.core.profile_files import modules_table
+from lightning_memopt.core.saved_tensors import record_saved_tensors
+from tests.models import Block, Blocks
+
+CPU = torch.device("cpu")
+WIDTH = 8
+
+
+def watched(model: nn.Module, *batches: Tensor, **kwargs: Any) -> ForwardMemory:
+    """Run forward and backward, and return what was seen of the forward that kept most."""
+    memory = ModuleMemory(model, CPU, **kwargs)
+    for batch in batches:
+        memory.note_inputs([batch])
+        with memory.watching():
+            loss = model(batch).square().mean()
+        loss.backward()
+        del loss
+    assert memory.largest is not None
+    return memory.largest
+
+
+def kept(forward: ForwardMemory) -> dict[str, tuple[int, int]]:
+    """Return what modules keep by name: themselves, and with their children."""
+    return {row.name: (row.own_kept_bytes, row.kept_bytes) for row in forward.rows}
+
+
+def calls(forward: ForwardMemory) -> dict[str, int]:
+    return {row.name: row.calls for row in forward.rows}
+
+
+def models() -> dict[str, tuple[nn.Module, Tensor]]:
+    encoder = nn.TransformerEncoderLayer(WIDTH, 2, 16, batch_first=True)
+    checkpointed = nn.Sequential(*(Block() for _ in range(3)))
+    checkpoint_layers(checkpointed, ["0", "2"])
+    return {
+        "blocks": (Blocks(), torch.randn(4, 4)),
+        "convolutions": (
+            nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten()),
+            torch.randn(2, 3, 8, 8),
+        ),
+        "attention": (nn.TransformerEncoder(encoder, 2), torch.randn(2, 5, WIDTH)),
+        "checkpointed": (checkpointed, torch.randn(4, WIDTH)),
+    }
+
+
+@pytest.mark.parametrize("name", models())
+def test_modules_keep_together_what_autograd_saves(name: str):
+    model, batch = models()[name]
+    forward = watched(model, batch)
+    with record_saved_tensors(model) as saved:
+        output = model(batch)
+        saved.total_bytes  # noqa: B018 - before the square of the loss
+        output.square().mean()
+    assert forward.kept_bytes == saved.total_bytes > 0
+    assert sum(row.own_kept_bytes for row in forward.rows) == forward.kept_bytes
+    assert forward.rows[0].kept_bytes == forward.kept_bytes
+    assert forward.kept_before_bytes in (0, batch.untyped_storage().nbytes())
+
+
+def test_what_is_kept_counts_for_the_innermost_module_that_saved_it_first():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, 2)))
+    forward = watched(model, torch.randn(4, WIDTH))
+    full, out = 4 * 4 * WIDTH, 4 * 4 * 2
+    assert kept(forward) == {
+        "": (out, 2 * full + out),  # the square of the loss keeps the output
+        "0": (full, full),  # its input, the batch
+        "1": (0, full),
+        "1.0": (full, full),  # its output, which is the next one's input too
+        "1.1": (0, 0),
+    }
+    assert forward.kept_before_bytes == full
+    assert calls(forward) == dict.fromkeys(kept(forward), 1)
+
+
+def test_a_shared_module_has_one_row_under_its_first_name():
+    layer = nn.Tanh()
+    model = nn.Sequential(layer, nn.ModuleDict({"again": layer})["again"], nn.Linear(WIDTH, 1))
+    forward = watched(model, torch.randn(4, WIDTH, requires_grad=True))
+    assert calls(forward) == {"": 1, "0": 2, "2": 1}
+    assert kept(forward)["0"] == (2 * 4 * 4 * WIDTH,) * 2
+
+
+class Recursive(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor, depth: int = 3) -> Tensor:
+        x = (x * self.scale).sigmoid()
+        return self(x, depth - 1) if depth else x
+
+
+def test_a_module_that_calls_itself_counts_each_storage_once():
+    model = nn.Sequential(Recursive())
+    forward = watched(model, torch.randn(4, WIDTH))
+    own, whole = kept(forward)["0"]
+    # The batch, and in each of four calls the sigmoid's output, which is the next one's input.
+    assert own == whole == 5 * 4 * 4 * WIDTH
+    assert calls(forward)["0"] == 4
+
+
+def test_what_is_freed_before_backward_is_not_kept():
+    class Wasteful(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, 1)
+            self.probe = nn.Linear(WIDTH, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.probe(x * 2).tanh()
+            return self.layer(x)
+
+    forward = watched(Wasteful(), torch.randn(4, WIDTH))
+    assert kept(forward)["probe"] == (0, 0)
+    assert kept(forward)["layer"] == (4 * 4 * WIDTH,) * 2
+
+
+def test_what_is_recomputed_in_backward_does_not_count():
+    model = nn.Sequential(Block(), Block())
+    checkpoint_layers(model, ["0", "1"])
+    batch = torch.randn(4, WIDTH, requires_grad=True)
+    memory = ModuleMemory(model, CPU)
+    with memory.watching():  # backward within, as in manual optimization
+        loss = model(batch).square().mean()
+        memory.end_forward()
+        loss.backward()
+    (forward,) = memory.forwards
+    assert calls(forward)["0"] == calls(forward)["0.linear"] == 1
+    size = 4 * 4 * WIDTH
+    # Each keeps its input; the second one's is the first one's output.
+    assert [kept(forward)[name] for name in ("0", "1")] == [(size, size)] * 2
+
+
+def test_what_the_users_own_checkpoint_recomputes_does_not_count():
+    inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    memory = ModuleMemory(Own(), CPU)
+    with memory.watching():
+        loss = memory._model(torch.randn(4, WIDTH)).mean()
+        memory.end_forward()
+        loss.backward()
+    assert [calls(forward)["inner"] for forward in memory.forwards] == [1]
+
+
+def test_of_several_forwards_the_one_that_keeps_most_is_shown():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    memory = ModuleMemory(model, CPU)
+    for samples in (2, 8, 4):
+        with memory.watching():
+            loss = model(torch.randn(samples, WIDTH)).sum()
+        loss.backward()
+    assert [forward.kept_bytes for forward in memory.forwards] == [
+        samples * 4 * WIDTH * 2 for samples in (2, 8, 4)
+    ]
+    assert memory.largest is memory.forwards[1]
+    assert "in forward 2 of 3" in modules_table(memory)
+
+
+def test_two_forwards_in_one_call_are_two():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    memory = ModuleMemory(model, CPU)
+    with memory.watching():
+        for samples in (2, 8):
+            loss = model(torch.randn(samples, WIDTH)).sum()
+            memory.end_forward()
+            loss.backward()
+    assert [calls(forward)["0"] for forward in memory.forwards] == [1, 1]
+    assert [f.kept_bytes for f in memory.forwards] == [2 * 4 * WIDTH * 2, 8 * 4 * WIDTH * 2]
+
+
+class Allocating(nn.Module):
+    """Takes what it is told, by a counter that stands for the device's."""
+
+    counter = 0
+
+    def __init__(self, takes: int, *children: nn.Module) -> None:
+        super().__init__()
+        self.takes, self.within = takes, nn.Sequential(*children)
+
+    def forward(self, x: Tensor) -> Tensor:
+        Allocating.counter += self.takes
+        return self.within(x).tanh()
+
+
+def test_growth_in_forward_is_that_of_the_device_with_and_without_children(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(ModuleMemory, "_allocated", lambda _: Allocating.counter)
+    model = Allocating(100, Allocating(10, Allocating(1)), Allocating(-20))
+    forward = watched(model, torch.randn(2, WIDTH, requires_grad=True))
+    rows = {row.name: (row.forward_bytes, row.own_forward_bytes) for row in forward.rows}
+    assert rows["within.0"] == (11, 10)
+    assert rows["within.0.within.0"] == (1, 1)
+    assert rows["within.1"] == (-20, -20)
+    assert rows["within"] == (-9, 0)
+    assert rows[""] == (91, 100)
+    assert forward.grown_bytes == 91
+
+
+def test_the_host_allocator_grows_by_what_is_kept():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.Tanh()) for _ in range(4)))
+    batch = torch.randn(2048, 512)
+    watched(model, batch)
+    forward = watched(model, batch)
+    assert forward.grown_bytes > 15 * 2**20
+    assert forward.explained == pytest.approx(1, abs=0.3)  # `Linear` has outputs nobody keeps
+
+
+# What is left as it was
+
+
+def hooks_of(model: nn.Module) -> list[Any]:
+    names = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_always_called")
+    return [dict(getattr(module, name)) for module in model.modules() for name in names]
+
+
+def test_no_hook_is_left_after_a_forward_that_raised():
+    class Raising(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise KeyError("mine")
+
+    model = nn.Sequential(nn.Tanh(), nn.Sequential(Raising()))
+    before = hooks_of(model)
+    memory = ModuleMemory(model, CPU)
+    during = []
+
+    def run() -> None:
+        with memory.watching():
+            during.append(hooks_of(model))
+            model(torch.randn(2, WIDTH, requires_grad=True))
+
+    with pytest.raises(KeyError, match="mine"):
+        run()
+    assert during != [before]
+    assert hooks_of(model) == before
+    assert memory._saved  # by `Tanh`
+    seen = list(memory._saved)
+    torch.randn(2, WIDTH, requires_grad=True).tanh()
+    assert list(memory._saved) == seen
+
+
+def test_an_error_that_the_model_catches_leaves_the_rows_right():
+    class Failing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ValueError
+
+    class Catching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.failing, self.layer = nn.Sequential(Failing()), nn.Tanh()
+
+        def forward(self, x: Tensor) -> Tensor:
+            try:
+                return self.failing(x)
+            except ValueError:
+                return self.layer(x)
+
+    forward = watched(Catching(), torch.randn(4, WIDTH, requires_grad=True))
+    assert calls(forward) == {"": 1, "failing": 1, "failing.0": 1, "layer": 1}
+    assert kept(forward)["layer"] == (4 * 4 * WIDTH,) * 2
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_made_in_a_forward_is_not_watched(copied: Any):
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    memory = ModuleMemory(model, CPU)
+    with memory.watching():
+        twin = copied(model)
+        model(torch.randn(4, WIDTH)).sum()
+        twin(torch.randn(4, WIDTH)).sum()
+    (forward,) = memory.forwards
+    assert calls(forward) == {"": 1, "0": 1, "1": 1}
+
+
+def test_outputs_and_gradients_are_bit_equal_while_watched():
+    torch.manual_seed(0)
+    model = Blocks()
+    twin, batch = copy.deepcopy(model), torch.randn(4, 4)
+    for each, is_watched in ((model, False), (twin, True)):
+        torch.manual_seed(1)
+        if is_watched:
+            watched(each, batch)
+        else:
+            each(batch).square().mean().backward()
+    pairs = list(zip(model.parameters(), twin.parameters(), strict=True))
+    assert all(torch.equal(a, b) and torch.equal(a.grad, b.grad) for a, b in pairs)
+
+
+def test_modules_that_run_are_told_of_in_order():
+    told: list[str] = []
+    model = nn.Sequential(nn.Tanh(), nn.Sequential(nn.Linear(WIDTH, 1)))
+    watched(
+        model,
+        torch.randn(2, WIDTH),
+        entered=lambda name: told.append(f"+{name}"),
+        left=lambda name: told.append(f"-{name}"),
+    )
+    assert told == ["+0", "-0", "+1", "+1.0", "-1.0", "-1"]
+
+
+def test_sparse_tensors_that_autograd_saves_are_passed_over():
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(WIDTH, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sparse.mm(x.to_sparse(), self.weight)
+
+    assert watched(Sparse(), torch.randn(4, WIDTH)).kept_bytes >= 0
+
+
+# Compiled modules
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # by the compiler itself
+@pytest.mark.parametrize("how", ["child", "in place", "function"])
+def test_a_compiled_module_has_one_graph_and_no_row_within(how: str):
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh()))
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    run: Any = model
+    if how == "child":
+        model[1] = torch.compile(model[1], backend=backend, fullgraph=True)
+    elif how == "in place":
+        model[1].compile(backend=backend, fullgraph=True)
+    else:
+        run = torch.compile(lambda x: model(x), backend=backend, fullgraph=True)
+    batch = torch.randn(4, WIDTH)
+    memory = ModuleMemory(model, CPU)
+    if how == "function":
+        run(batch)  # it isn't known as compiled: watched at first, it would be compiled again
+    for _ in range(2):
+        with memory.watching():
+            loss = run(batch).square().mean()
+        loss.backward()
+    run(batch)
+    assert len(graphs) == 1
+    forward = memory.forwards[-1]
+    assert [row.name for row in forward.rows if row.name.startswith("1.")] == []
+    assert forward.kept_bytes == memory.forwards[0].kept_bytes >= 2 * 4 * 4 * 4
+    torch._dynamo.reset()
+
+
+def test_the_table_is_sorted_and_ends_in_its_sums():
+    model = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.Tanh(), nn.Linear(4 * WIDTH, 1))
+    memory = ModuleMemory(model, CPU)
+    batch = torch.randn(4, WIDTH)
+    memory.note_inputs([batch])
+    with memory.watching():
+        loss = model(batch).sum()
+    del loss
+    text = modules_table(memory)
+    lines = text.splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("module"))
+    assert [line.split()[0] for line in lines[first + 1 : first + 5]] == [
+        "1",
+        "0",
+        "(training_step)",
+        "2",
+    ]
+    assert f"({5 * 4 * 4 * WIDTH} bytes)" in next(x for x in lines if x.startswith("sum over"))
+    assert f"({5 * 4 * 4 * WIDTH} bytes)" in next(x for x in lines if x.startswith("distinct"))
+    short = modules_table(memory, 2)
+    assert "... and 2 more" in short
+    assert len(short.splitlines()) == len(lines) - 1
+    assert modules_table(ModuleMemory(model, CPU)) == "No module ran."
