@@ -16,53 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_memopt.core.memory import memory_reader
 from lightning_memopt.core.module_hooks import ModuleHook, hookable_modules
+from lightning_memopt.core.module_rows import ForwardMemory, ModuleRow, RunningModules
 from lightning_memopt.core.storages import WeakStorage, storage_of
-
-
-@dataclass(eq=False)
-class ModuleRow:
-    """What one module did in one forward of the model; the root is the whole step around it.
-
-    Attributes:
-        name: Qualified name, that of its first place for a shared module; empty for the root.
-        type_name: Name of its class.
-        calls: How often it ran.
-        forward_bytes: How much allocated memory grew while it ran, its children included.
-        own_forward_bytes: The same without its children.
-        kept_bytes: Storages that it keeps for backward, its children included.
-        own_kept_bytes: The same without its children.
-    """
-
-    name: str
-    type_name: str
-    calls: int = 0
-    forward_bytes: int = 0
-    own_forward_bytes: int = 0
-    kept_bytes: int = 0
-    own_kept_bytes: int = 0
-
-
-@dataclass
-class ForwardMemory:
-    """One forward, up to its backward.
-
-    Attributes:
-        rows: The modules that ran, the root first.
-        grown_bytes: How much allocated memory grew, as the device counts it.
-        kept_bytes: All storages that are kept for backward; parameters and buffers left out.
-        kept_before_bytes: Those of them that were there before, such as the batch.
-    """
-
-    rows: list[ModuleRow]
-    grown_bytes: int = 0
-    kept_bytes: int = 0
-    kept_before_bytes: int = 0
-
-    @property
-    def explained(self) -> float:
-        """What is kept and new, as a share of what memory grew by."""
-        new = self.kept_bytes - self.kept_before_bytes
-        return new / self.grown_bytes if self.grown_bytes > 0 else 0.0
 
 
 class ModuleMemory:
@@ -74,6 +29,7 @@ class ModuleMemory:
     Args:
         model: The model.
         device: Where memory is read.
+        begun: Called when a forward begins.
         entered: Called with the name of each module that begins to run.
         left: Called with the name of each module that has run.
 
@@ -85,16 +41,17 @@ class ModuleMemory:
         self,
         model: nn.Module,
         device: torch.device,
+        begun: Callable[[], None] | None = None,
         entered: Callable[[str], None] | None = None,
         left: Callable[[str], None] | None = None,
     ) -> None:
         self._model = model
         self._reader = memory_reader(device)
-        self._entered, self._left = entered, left
+        self._begun, self._entered, self._left = begun, entered, left
         self.forwards: list[ForwardMemory] = []
         self._saved: dict[int, _Saved] = {}
         self._before: set[int] = set()
-        self._now: _Running | None = None
+        self._now: RunningModules | None = None
 
     @property
     def largest(self) -> ForwardMemory | None:
@@ -152,16 +109,19 @@ class ModuleMemory:
         if forward.kept_bytes or len(forward.rows) > 1:
             self.forwards.append(forward)
 
-    def _begin(self) -> _Running:
+    def _begin(self) -> RunningModules:
         if self._now is None:
-            self._now = _Running(type(self._model).__name__, self._allocated())
+            if self._begun is not None:
+                self._begun()
+            self._now = RunningModules(type(self._model).__name__, self._allocated())
         return self._now
 
     def _enter(self, name: str, module: nn.Module) -> None:
+        running = None if _is_in_backward() else self._begin()
         if self._entered is not None:
             self._entered(name)
-        if not _is_in_backward():
-            self._begin().enter(name, type(module).__name__, self._allocated())
+        if running is not None:
+            running.enter(name, type(module).__name__, self._allocated())
 
     def _leave(self, name: str, module: nn.Module) -> None:
         if self._now is not None and not _is_in_backward():
@@ -198,43 +158,6 @@ class _Saved:
     size: int
     rows: tuple[ModuleRow, ...]
     was_before: bool
-
-
-class _Running:
-    """The modules that run at this moment."""
-
-    def __init__(self, type_name: str, allocated: int) -> None:
-        root = ModuleRow("", type_name, calls=1)
-        self.rows = {"": root}
-        self.stack: tuple[ModuleRow, ...] = (root,)
-        # For each that runs: what was allocated when it began, and what its children took since.
-        self._begun = [[allocated, 0]]
-
-    def enter(self, name: str, type_name: str, allocated: int) -> None:
-        row = self.rows.setdefault(name, ModuleRow(name, type_name))
-        row.calls += 1
-        self.stack = (*self.stack, row)
-        self._begun.append([allocated, 0])
-
-    def leave(self, name: str, allocated: int) -> None:
-        # One that raised may have left others open.
-        if name in {row.name for row in self.stack[1:]}:
-            while self._pop(allocated) != name:
-                pass
-
-    def close(self, allocated: int) -> None:
-        while self.stack:
-            self._pop(allocated)
-
-    def _pop(self, allocated: int) -> str:
-        row, self.stack = self.stack[-1], self.stack[:-1]
-        before, of_children = self._begun.pop()
-        if row not in self.stack:  # one that calls itself has it all from its outermost call
-            row.forward_bytes += allocated - before
-        row.own_forward_bytes += allocated - before - of_children
-        if self._begun:
-            self._begun[-1][1] += allocated - before
-        return row.name
 
 
 def _is_in_backward() -> bool:

@@ -7,7 +7,8 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-from lightning_memopt.core.module_memory import ForwardMemory, ModuleMemory, ModuleRow
+from lightning_memopt.core.module_memory import ModuleMemory
+from lightning_memopt.core.module_rows import ForwardMemory, ModuleRow
 from lightning_memopt.core.step_timeline import StepTimeline
 from lightning_memopt.core.units import format_bytes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ class ProfiledStep:
         self._ranges = NvtxRanges() if nvtx else None
         self._functions = list(functions)
         entered, left = (None, None) if self._ranges is None else _module_ranges(self._ranges)
-        self.modules = ModuleMemory(model, device, entered, left)
+        self.modules = ModuleMemory(model, device, self._begin_forward, entered, left)
         self.operators: profile | None = None
         self.snapshot: Snapshot | None = None
         self.lines: str | None = None
@@ -101,13 +101,9 @@ class ProfiledStep:
         """Take down the tensors of a batch."""
         self.modules.note_inputs(inputs)
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Watch a forward."""
-        if self._phase != "forward":
-            self.begin_phase("forward")
-        with self.modules.watching():
-            yield
+    def watching(self) -> AbstractContextManager[None]:
+        """Watch the forwards within."""
+        return self.modules.watching()
 
     def begin_phase(self, name: str) -> None:
         """Begin a phase of the step, or a moment between two where the name is empty."""
@@ -153,6 +149,10 @@ class ProfiledStep:
             for number, mark in enumerate(self._marks, 1)
         ]
         return build_timeline(events, marks, self._baseline, self._total)
+
+    def _begin_forward(self) -> None:
+        if self._phase != "forward":
+            self.begin_phase("forward")
 
     def _mark(self, phase: str, name: str) -> None:
         gone = [address for address, kept in self._references.items() if kept.is_freed]

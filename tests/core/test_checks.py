@@ -1,11 +1,14 @@
 import math
+from pathlib import Path
 
 import pytest
 
 from lightning_memopt.core.checks import (
     check_bool,
     check_fraction,
+    check_path,
     check_positive_int,
+    check_steps,
     check_word,
 )
 
@@ -67,3 +70,34 @@ def test_an_unknown_word_is_refused_with_all_that_exist(value):
         check_word("when", value, iter(["step", "epoch"]))
     assert repr(value) in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("value", [[0], (5, 6), [3, 3]])
+def test_lists_and_tuples_of_steps_pass(value):
+    assert check_steps("steps", value) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        (5, TypeError),
+        ("5", TypeError),
+        ([True], TypeError),
+        ([], ValueError),
+        ([1, -1], ValueError),
+    ],
+)
+def test_what_is_no_list_of_steps_is_refused(value, error):
+    with pytest.raises(error, match=r"^`steps[^\n]+ must [^\n]+, got [^\n]+\.$"):
+        check_steps("steps", value)
+
+
+@pytest.mark.parametrize("value", [None, "here", Path("there")])
+def test_a_path_passes_and_none(value):
+    assert check_path("dirpath", value) is None
+
+
+@pytest.mark.parametrize(("value", "error"), [("", ValueError), (3, TypeError), (["a"], TypeError)])
+def test_what_is_no_path_is_refused(value, error):
+    with pytest.raises(error, match=r"^`dirpath` must be a path or `None`, got .+\.$"):
+        check_path("dirpath", value)

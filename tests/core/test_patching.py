@@ -2,12 +2,13 @@ import copy
 import inspect
 import io
 import pickle
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_memopt.core.patching import PatchedMethod
+from lightning_memopt.core.patching import PatchedMethod, surround
 
 
 class Doubled(PatchedMethod):
@@ -150,3 +151,61 @@ def test_a_copy_of_the_method_alone_belongs_to_a_copy_of_its_owner():
     method = copy.deepcopy(layer.forward)
     assert method.__self__ is not layer
     assert method(torch.ones(3)).tolist() == [1, 1, 1]
+
+
+class Around:
+    """Notes when a call begins and ends."""
+
+    def __init__(self, name: str, notes: list[str]) -> None:
+        self.name, self.notes = name, notes
+
+    @contextmanager
+    def __call__(self):
+        self.notes.append(f"+{self.name}")
+        try:
+            yield
+        finally:
+            self.notes.append(f"-{self.name}")
+
+
+def test_a_surrounded_method_runs_within_its_contexts_and_then_as_before():
+    layer, notes = Layer(), []
+    undo = surround(layer, "forward", Around("a", notes))
+    assert layer(torch.ones(3)).tolist() == [1, 1, 1]
+    assert notes == ["+a", "-a"]
+    undo()
+    undo()
+    assert "forward" not in vars(layer)
+    layer(torch.ones(3))
+    assert notes == ["+a", "-a"]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_that_surround_a_method_leave_in_any_order(order):
+    layer, notes = Layer(), []
+    undos = [surround(layer, "forward", Around(name, notes)) for name in "ab"]
+    layer(torch.ones(3))
+    assert notes == ["+a", "+b", "-b", "-a"]
+    notes.clear()
+    undos[order[0]]()
+    layer(torch.ones(3))
+    assert notes == [f"{sign}{'ab'[order[1]]}" for sign in "+-"]
+    undos[order[1]]()
+    assert "forward" not in vars(layer)
+
+
+def test_contexts_end_when_the_method_raises():
+    layer, notes = Layer(), []
+    undo = surround(layer, "forward", Around("a", notes))
+    with pytest.raises(TypeError, match="unsupported operand"):
+        layer(None)
+    assert notes == ["+a", "-a"]
+    undo()
+
+
+@COPIES
+def test_a_copy_of_a_surrounded_object_is_plain(copied):
+    model, notes = nn.Sequential(Layer()), []
+    surround(model[0], "forward", Around("a", notes))
+    assert copied(model)(torch.ones(3)).tolist() == [1, 1, 1]
+    assert notes == []

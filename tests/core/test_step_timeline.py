@@ -314,4 +314,4 @@ def test_a_profile_keeps_no_memory_alive():
     assert address not in profiled.modules.kept_addresses()
     assert storage.expired()
     profiled.close()
-    assert not torch.autograd._profiler_enabled()
+    assert not torch._C._autograd._profiler_enabled()
