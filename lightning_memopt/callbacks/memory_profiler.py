@@ -180,7 +180,12 @@ class MemoryProfiler(SuiteCallback):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Give up a step that a hook left within its window."""
-        self._end()
+        if self._profiled is not None:
+            self._end()
+            rank_zero_warn(
+                f"MemoryProfiler: no profile of step {self._step}: a hook ended the epoch before "
+                "the optimizer stepped."
+            )
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Tell of steps that never came."""

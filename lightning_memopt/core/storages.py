@@ -11,8 +11,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
     """Return the storage of a tensor, `None` where it has none with an address."""
+    local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor, what this rank has
     try:
-        storage = tensor.untyped_storage()
+        storage: torch.UntypedStorage = local.untyped_storage()
         return storage if storage.data_ptr() else None
     except (RuntimeError, NotImplementedError):  # sparse, or only traced
         return None

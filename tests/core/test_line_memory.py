@@ -4,7 +4,7 @@ import functools
 import sys
 import types
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_memopt.core.line_memory import find_function, has_line_memory, line_memory
-from lightning_memopt.core.patching import PatchedMethod
+from lightning_memopt.core.patching import PatchedMethod, surround
 from tests.models import Block, Blocks
 
 
@@ -62,6 +62,29 @@ def test_the_text_is_that_of_the_functions_on_the_device():
     with line_memory([trace, Blocks.loss], torch.device("cuda", 3)) as text:
         pass
     assert text() == "['trace', 'loss'] on 3"
+
+
+FIGURES = ("active_bytes.all.peak", "reserved_bytes.all.peak", "active_bytes.all.allocated")
+
+
+def test_pytorch_memlab_itself_tells_of_each_line(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("pytorch_memlab")
+    for name in ("empty_cache", "reset_peak_memory_stats", "reset_accumulated_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    figures = dict.fromkeys(FIGURES, 2**20) | {"num_alloc_retries": 0, "num_ooms": 0}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: figures)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    model = Blocks()
+    undo = surround(model, "training_step", nullcontext)
+    functions = [find_function(model, name) for name in ("training_step", "blocks.0.forward")]
+    with line_memory(functions, torch.device("cuda", 0)) as text:
+        model.training_step([torch.ones(4, 4), torch.ones(4, 1)], 0)
+    undo()
+    assert "## Blocks.training_step" in text()
+    assert "return x + self.dropout" in text()
+    assert "1.00M" in text()
+    assert "mse_loss" not in text()
 
 
 class Own(nn.Module):
