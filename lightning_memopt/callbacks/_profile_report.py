@@ -18,6 +18,7 @@ from lightning_memopt.core.profile_files import (
 )
 from lightning_memopt.core.profiled_step import ProfiledStep
 from lightning_memopt.core.timeline_pictures import (
+    BOARD_DPI,
     draw_blocks,
     draw_categories,
     draw_pixels,
@@ -28,11 +29,11 @@ from lightning_memopt.core.timeline_pictures import (
 _TAG = "memory_profile"
 _SHOWN_ROWS = 25
 _PICTURES = {
-    "categories": ("what memory is used for", draw_categories),
+    "categories": ("what memory is for", draw_categories),
     "blocks": ("blocks of the allocator", draw_blocks),
 }
 _PICTURES = {
-    "categories": ("what memory is used for", draw_categories),
+    "categories": ("what memory is for", draw_categories),
     "blocks": ("blocks of the allocator", draw_blocks),
 }
 
@@ -68,9 +69,10 @@ def write_report(trainer: pl.Trainer, profiled: ProfiledStep, folder: Path, step
             write_curve(timeline, files.path("timeline.csv"))
             title = f"Step {step} on {device}, rank {trainer.global_rank}"
             for name, (what, draw) in _PICTURES.items() if has_pictures() else ():
-                pixels = draw_pixels(draw(timeline, f"{title}: {what}"))
-                save_pixels(pixels, files.path(f"{name}.png"))
-                _add_image(boards, name, pixels, step)
+                figure = draw(timeline, f"{title}: {what}")
+                save_pixels(draw_pixels(figure), files.path(f"{name}.png"))
+                if boards:
+                    _add_image(boards, name, draw_pixels(figure, BOARD_DPI), step)
     if profiled.snapshot is not None:
         save_snapshot(profiled.snapshot, files.path("snapshot.pickle"))
     if profiled.lines is not None:

@@ -19,12 +19,15 @@ _COLOURS = {
 }
 _REST = "#E8E8E8"  # what lies on top of the blocks that are drawn
 _UNITS = (("GiB", GIB), ("MiB", MIB), ("KiB", 1024))
-_INCHES = (8.0, 4.5)
-_DPI = 125
-_AXES = (0.085, 0.125, 0.705, 0.74)  # left, bottom, width, height: a layout engine takes longer
+_INCHES = (5.6, 4.2)
+_DPI = 200
+# TensorBoard shows pictures 350 pixels wide and takes every second pixel of this one.
+BOARD_DPI = 125
+_AXES = (0.125, 0.285, 0.845, 0.595)  # left, bottom, width, height: a layout engine takes longer
 _MAX_POINTS = 2000
 _MAX_BLOCKS = 400
-_NARROW = 0.07  # share of the width below which the name of a phase finds no room
+_LETTER = 0.0175  # width of a letter of a phase's name, as a share of that of the axes
+_MARGIN = 0.03  # what is left beside the axes
 _HEADROOM = 1.18
 
 
@@ -94,23 +97,22 @@ def draw_blocks(timeline: StepTimeline, title: str) -> Any:
             )
     _legend(figure, handles, [handle.get_label() for handle in handles])
     if len(timeline.blocks) > len(blocks):
-        axes.text(
-            0.995,
-            -0.105,
-            f"the {len(blocks)} largest of {len(timeline.blocks)} blocks",
-            transform=axes.transAxes,
-            ha="right",
-            fontsize=9,
-            color="#555555",
-        )
+        count = f"the {len(blocks)} largest of {len(timeline.blocks)} blocks"
+        axes.set_xlabel(f"{axes.get_xlabel()}; {count}", fontsize=11)
     return figure
 
 
-def draw_pixels(figure: Any) -> Any:
-    """Return a figure's pixels: height, width and four channels, from 0 to 255."""
+def draw_pixels(figure: Any, dpi: int = _DPI) -> Any:
+    """Return a figure's pixels: height, width and four channels, from 0 to 255.
+
+    Args:
+        figure: The figure.
+        dpi: Pixels for an inch; the figure is 5.6 inches wide.
+    """
     import numpy
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
+    figure.set_dpi(dpi)
     canvas: Any = FigureCanvasAgg(figure)
     canvas.draw()
     return numpy.asarray(canvas.buffer_rgba()).copy()
@@ -133,33 +135,48 @@ def _frame(timeline: StepTimeline, title: str) -> tuple[Any, Any, int]:
     unit, name = (
         (GIB, "GiB") if highest >= GIB else (MIB, "MiB") if highest >= MIB else (2**10, "KiB")
     )
-    axes.set_title(title, fontsize=13, pad=20)
+    axes.set_title(title, fontsize=12, pad=19)
     axes.set_xlabel("time on the host, ms", fontsize=11)
     axes.set_ylabel(f"allocated memory, {name}", fontsize=11)
     axes.set_xlim(0, timeline.end_ms or 1)
     axes.set_ylim(0, highest / unit * _HEADROOM)
     axes.tick_params(labelsize=10)
     axes.spines[["top", "right"]].set_visible(False)
-    for phase, begin, end in timeline.phases:
+    for _, begin, _ in timeline.phases:
         if begin > 0:
             axes.axvline(begin, color="#888888", linewidth=0.7, linestyle=":")
-        if end - begin >= _NARROW * timeline.end_ms:
-            axes.text(
-                (begin + end) / 2,
-                1.015,
-                phase,
-                transform=axes.get_xaxis_transform(),
-                ha="center",
-                fontsize=11,
-                color="#333333",
-            )
+    for phase, middle in _phase_names(timeline):
+        where = axes.transAxes
+        axes.text(middle, 1.015, phase, transform=where, ha="center", fontsize=11, color="#333333")
     return figure, axes, unit
 
 
+def _phase_names(timeline: StepTimeline) -> list[tuple[str, float]]:
+    """Return names of phases and the middle of each, as a share; the longest phases come first.
+
+    What finds no room beside those has no name.
+    """
+    placed: list[tuple[str, float]] = []
+    for phase, begin, end in sorted(timeline.phases, key=lambda each: each[1] - each[2]):
+        half = _LETTER * len(phase) / 2
+        middle = (begin + end) / 2 / (timeline.end_ms or 1)
+        middle = min(max(middle, half), 1 + _MARGIN - half)
+        if all(abs(middle - x) >= half + _LETTER * len(other) / 2 for other, x in placed):
+            placed.append((phase, middle))
+    return placed
+
+
 def _legend(figure: Any, handles: list[Any], names: list[str]) -> None:
-    where = (_AXES[0] + _AXES[2] + 0.005, _AXES[1] + _AXES[3])
     figure.legend(
-        handles, names, loc="upper left", bbox_to_anchor=where, fontsize=10, frameon=False
+        handles,
+        names,
+        loc="lower center",
+        ncols=3,
+        fontsize=11,
+        frameon=False,
+        borderaxespad=0.2,
+        columnspacing=1.2,
+        labelspacing=0.25,
     )
 
 

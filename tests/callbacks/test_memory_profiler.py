@@ -138,7 +138,7 @@ def test_the_files_have_what_their_names_say(tmp_path: Path, pictures: None):
     assert all(f"\n{name} " in modules for name in ("stem", "blocks.0.norm", "head"))
     for name in PICTURES:
         with Image.open(f"{stem}-{name}") as picture:
-            assert picture.size == (1000, 562)
+            assert picture.size == (1120, 840)
             assert len(picture.convert("RGB").getcolors(10**6)) > 20
     rows = read_curve(Path(f"{stem}-timeline.csv"))
     assert [row["time_ms"] for row in rows] == sorted(row["time_ms"] for row in rows)
@@ -198,8 +198,8 @@ def test_tensorboard_gets_pictures_and_tables(tmp_path: Path, pictures: None):
     for tag in events.Tags()["images"]:
         images = events.Images(tag)
         assert [(image.step, image.width, image.height) for image in images] == [
-            (1, 1000, 562),
-            (2, 1000, 562),
+            (1, 700, 525),
+            (2, 700, 525),
         ]
     for name, word in (("operators", b"aten::addmm"), ("modules", b"blocks.0.linear")):
         (first, second) = events.Tensors(f"memory_profile/{name}/text_summary")

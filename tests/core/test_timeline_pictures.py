@@ -9,6 +9,7 @@ from PIL import Image
 from lightning_memopt.core import timeline_pictures
 from lightning_memopt.core.step_timeline import Mark, StepTimeline, build_timeline
 from lightning_memopt.core.timeline_pictures import (
+    BOARD_DPI,
     draw_blocks,
     draw_categories,
     draw_pixels,
@@ -91,7 +92,7 @@ def test_only_the_largest_blocks_are_drawn_and_the_picture_says_so(
 ):
     monkeypatch.setattr(timeline_pictures, "_MAX_BLOCKS", 3)
     figure = draw_blocks(timeline(), "Step 5")
-    assert "the 3 largest of 5 blocks" in texts(figure)
+    assert "time on the host, ms; the 3 largest of 5 blocks" in texts(figure)
     monkeypatch.undo()
     assert not [text for text in texts(draw_blocks(timeline(), "Step 5")) if "largest" in text]
 
@@ -111,16 +112,51 @@ def test_of_many_points_the_highest_are_drawn(monkeypatch: pytest.MonkeyPatch):
     assert max(long.total[i] for i in shown) == max(long.total)
 
 
+def test_a_smaller_picture_has_the_same_layout():
+    figure = draw_categories(timeline(), "Step 5")
+    assert draw_pixels(figure, BOARD_DPI).shape == (525, 700, 4)
+    assert draw_pixels(figure).shape == (840, 1120, 4)
+
+
 @DRAWN
 def test_the_pixels_are_those_of_the_file(draw: Any, tmp_path: Path):
     pixels = draw_pixels(draw(timeline(), "Step 5"))
-    assert pixels.shape == (562, 1000, 4)
+    assert pixels.shape == (840, 1120, 4)
     assert pixels.dtype == "uint8"
     save_pixels(pixels, tmp_path / "picture.png")
     with Image.open(tmp_path / "picture.png") as picture:
         assert picture.format == "PNG"
         colours = {colour for _, colour in picture.convert("RGB").getcolors(10**6)}
     assert {PLAIN, (0x44, 0x77, 0xAA), (0xEE, 0x88, 0x66)} <= colours
+
+
+def names_at(*lengths: float, names: str = "forward backward optimizer") -> list[str]:
+    """Return the names of phases that are shown, from left to right."""
+    ends = [sum(lengths[: i + 1]) * 1000 for i in range(len(lengths))]
+    all_names = names.split() * len(lengths)
+    marks = [Mark(begin, all_names[i]) for i, begin in enumerate([0, *ends[:-1]])]
+    figure = draw_categories(build_timeline([], [*marks, Mark(ends[-1], "")], {}), "Step 5")
+    (axes,) = figure.axes
+    shown = sorted((x.get_position()[0], x.get_text()) for x in axes.texts)
+    return [text for _, text in shown if "peak" not in text]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "names"),
+    [
+        ((50, 40, 10), ["forward", "backward", "optimizer"]),
+        ((60, 39, 1), ["forward", "backward", "optimizer"]),
+        ((80, 10, 10), ["forward", "backward"]),
+        ((1, 1, 98), ["forward", "optimizer"]),
+    ],
+)
+def test_names_of_phases_don_t_overlap(lengths: tuple[float, ...], names: list[str]):
+    assert names_at(*lengths) == names
+
+
+def test_of_many_phases_some_have_names():
+    found = names_at(*[1.0] * 64, names="forward backward")
+    assert 3 < len(found) < 10
 
 
 @DRAWN
@@ -136,4 +172,4 @@ def test_nothing_is_cut_off_at_the_borders(draw: Any):
 @DRAWN
 def test_a_step_without_events_can_be_drawn(draw: Any):
     empty = build_timeline([], [Mark(0, "forward"), Mark(0, "")], {})
-    assert draw_pixels(draw(empty, "Step 5")).shape == (562, 1000, 4)
+    assert draw_pixels(draw(empty, "Step 5")).shape == (840, 1120, 4)

@@ -96,7 +96,7 @@ def test_a_step_has_all_its_files(profiled: Any):
     ]
     for name in ("blocks", "categories"):
         with Image.open(folder / f"step{STEP}-rank0-{name}.png") as picture:
-            assert picture.size == (1000, 562)
+            assert picture.size == (1120, 840)
 
 
 def test_the_peak_of_the_timeline_is_pytorchs_own(profiled: Any):
