@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_memopt.core.patching import PatchedMethod
+
 _COMPILED = "_torchdynamo_orig_callable"
 
 
@@ -31,7 +33,7 @@ def hookable_modules(
 ) -> Iterator[tuple[str, nn.Module]]:
     """Yield names and modules below a model, each once, without those that a compiler runs."""
     seen = set() if seen is None else seen
-    if any(hasattr(vars(model).get(name), _COMPILED) for name in ("forward", "training_step")):
+    if any(_is_compiled(vars(model).get(name)) for name in ("forward", "training_step")):
         return
     for name, child in model.named_children():
         if id(child) in seen or getattr(child, "_compiled_call_impl", None) is not None:
@@ -40,6 +42,12 @@ def hookable_modules(
         yield prefix + name, child
         if not isinstance(child, torch.jit.ScriptModule):
             yield from hookable_modules(child, f"{prefix}{name}.", seen)
+
+
+def _is_compiled(method: Any) -> bool:
+    while isinstance(method, PatchedMethod):
+        method = method.original
+    return hasattr(method, _COMPILED)
 
 
 def _nothing(name: str, module: nn.Module) -> None:

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_memopt import checkpoint_layers
+from lightning_memopt.core.module_hooks import hookable_modules
 from lightning_memopt.core.module_memory import ModuleMemory
 from lightning_memopt.core.module_rows import ForwardMemory
+from lightning_memopt.core.patching import PatchedMethod
 from lightning_memopt.core.profile_files import modules_table
 from lightning_memopt.core.saved_tensors import record_saved_tensors
 from tests.models import Block, Blocks
@@ -367,6 +369,16 @@ def test_a_compiled_module_has_one_graph_and_no_row_within(how: str):
     assert [row.name for row in forward.rows if row.name.startswith("1.")] == []
     assert forward.kept_bytes == memory.forwards[0].kept_bytes >= 2 * 4 * 4 * 4
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("is_patched", [False, True])
+def test_modules_of_a_compiled_method_get_no_hooks(is_patched: bool):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Tanh()))
+    assert [name for name, _ in hookable_modules(model)] == ["0", "1", "1.0"]
+    model[1].forward = torch.compile(model[1].forward)
+    if is_patched:
+        PatchedMethod(model[1], "forward")
+    assert [name for name, _ in hookable_modules(model)] == ["0", "1"]
 
 
 def test_the_table_is_sorted_and_ends_in_its_sums():
