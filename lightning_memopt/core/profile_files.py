@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import csv
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning_memopt.core.module_memory import ModuleMemory
 from lightning_memopt.core.module_rows import ForwardMemory, ModuleRow
+from lightning_memopt.core.profiled_step import PREFIX
 from lightning_memopt.core.step_timeline import StepTimeline
 from lightning_memopt.core.units import format_bytes
 
 _MAX_OPERATORS = 100
-_MAX_NAME = 80
 
 
 class ProfileFiles:
@@ -51,10 +52,35 @@ class ProfileFiles:
 
 
 def operators_table(operators: Any, is_host: bool, limit: int = _MAX_OPERATORS) -> str:
-    """Return the operators that a profiler saw, by the memory that each took itself."""
-    by = "self_cpu_memory_usage" if is_host else "self_device_memory_usage"
-    averages = operators.key_averages()
-    return str(averages.table(sort_by=by, row_limit=limit, max_name_column_width=_MAX_NAME))
+    """Return the operators that a profiler saw, by the memory that each took itself.
+
+    Args:
+        operators: PyTorch's profiler, stopped. Its own table has no device memory where kernels
+            were not recorded.
+        is_host: Whether memory of the host counts, not that of a device.
+        limit: The most rows.
+    """
+    where = "cpu" if is_host else "device"
+    averages = [
+        each
+        for each in operators.key_averages()
+        if each.device_type.name == "CPU" and not each.key.startswith(PREFIX)  # no kernel, no mark
+    ]
+    averages.sort(key=lambda each: -getattr(each, f"self_{where}_memory_usage"))
+    cells: list[tuple[str, ...]] = [
+        ("operator", "calls", "memory", "own", "own time on the host", "on the device")
+    ]
+    for each in averages[:limit]:
+        sizes = (getattr(each, f"{kind}{where}_memory_usage") for kind in ("", "self_"))
+        times = (each.self_cpu_time_total, each.self_device_time_total)
+        milliseconds = (f"{time / 1000:.3f} ms" for time in times)
+        cells.append((each.key, str(each.count), *map(format_bytes, sizes), *milliseconds))
+    heading = [
+        "Operators, sorted by the memory that each took itself (own: without those that it calls).",
+        "memory: allocated less freed while the operator ran, over all of its calls.",
+    ]
+    left_out = max(0, len(averages) - limit)
+    return "\n".join([*heading, "", *_aligned(cells, 1, left_out)])
 
 
 def modules_table(modules: ModuleMemory, limit: int | None = None) -> str:
@@ -69,17 +95,8 @@ def modules_table(modules: ModuleMemory, limit: int | None = None) -> str:
         return "No module ran."
     rows = sorted(forward.rows, key=lambda row: (-row.own_kept_bytes, -row.kept_bytes))
     cells = [("module", "class", "calls", "forward", "own", "kept", "own"), *map(_cells, rows)]
-    left_out = len(rows) - limit if limit is not None and len(rows) > limit else 0
-    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if column < 2 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in (cells[: limit + 1] if left_out and limit is not None else cells)
-    ]
-    if left_out:
-        lines.append(f"... and {left_out} more")
+    left_out = 0 if limit is None else max(0, len(rows) - limit)
+    lines = _aligned(cells[: len(cells) - left_out], 2, left_out)
     return "\n".join([*_heading(modules, forward), "", *lines, "", *_sums(forward)])
 
 
@@ -106,6 +123,19 @@ def describe_peak(timeline: StepTimeline) -> str:
         f"{name} {format_bytes(size)} ({size / total:.0%})" for size, name in parts if size > 0
     )
     return f"peak {format_bytes(total)}{f' in {phase}' if phase else ''}: {shares}"
+
+
+def _aligned(cells: Sequence[tuple[str, ...]], names: int, left_out: int) -> list[str]:
+    """Return rows in columns, the first ones to the left and numbers to the right."""
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if column < names else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
+    ]
+    return [*lines, *([f"... and {left_out} more"] if left_out else [])]
 
 
 def _heading(modules: ModuleMemory, forward: ForwardMemory) -> list[str]:

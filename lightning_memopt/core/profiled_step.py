@@ -24,7 +24,7 @@ from lightning_memopt.core.step_timeline import OTHER, Mark, StepTimeline, build
 from lightning_memopt.core.storages import WeakStorage, storage_of
 from lightning_memopt.core.trace_events import read_events, read_times
 
-_PREFIX = "lightning_memopt: "
+PREFIX = "lightning_memopt: "  # of the marks in a trace
 _MAX_HISTORY = 200_000
 
 
@@ -140,7 +140,7 @@ class ProfiledStep:
         with gzip.open(trace, "rt") as file:
             parsed = json.load(file)
         events = read_events(parsed, self._device.type, self._device.index)
-        times = read_times(parsed, _PREFIX)
+        times = read_times(parsed, PREFIX)
         by_number = {int(name.partition(" ")[0]): time for name, time in times.items()}
         if not events or len(by_number) != len(self._marks):
             return None
@@ -162,7 +162,7 @@ class ProfiledStep:
         labels |= {storage.data_ptr(): category for storage, category in self._known()}
         self._marks.append(Mark(0.0, phase, labels, gone))
         # A moment, no range: the profiler would count the range as an operator.
-        with record_function(f"{_PREFIX}{len(self._marks)} {name}"):
+        with record_function(f"{PREFIX}{len(self._marks)} {name}"):
             pass
 
     def _take_baseline(self, inputs: list[Tensor]) -> None:
