@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -42,3 +43,10 @@ def tensorboard_writers(trainer: pl.Trainer) -> list[Any]:
     """Return the `SummaryWriter` of each TensorBoard logger; on rank 0 alone."""
     loggers = trainer.loggers if trainer.is_global_zero else []
     return [logger.experiment for logger in loggers if isinstance(logger, TensorBoardLogger)]
+
+
+def add_page(writers: Iterable[Any], tag: str, text: str, step: int) -> None:
+    """Show a text in TensorBoard as it is, its columns under each other."""
+    page = "".join(f"    {line}\n" for line in text.splitlines())  # Markdown's code
+    for writer in writers:
+        writer.add_text(tag, page, step)

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.loggers import TensorBoardLogger
 
+from lightning_memopt.callbacks._output import add_page, tensorboard_writers
 from lightning_memopt.core.memory_history import save_snapshot
 from lightning_memopt.core.profile_files import (
     ProfileFiles,
@@ -32,10 +32,6 @@ _PICTURES = {
     "categories": ("what memory is for", draw_categories),
     "blocks": ("blocks of the allocator", draw_blocks),
 }
-_PICTURES = {
-    "categories": ("what memory is for", draw_categories),
-    "blocks": ("blocks of the allocator", draw_blocks),
-}
 
 
 def write_report(trainer: pl.Trainer, profiled: ProfiledStep, folder: Path, step: int) -> str:
@@ -53,14 +49,14 @@ def write_report(trainer: pl.Trainer, profiled: ProfiledStep, folder: Path, step
     device = trainer.strategy.root_device
     is_host = device.type == "cpu"
     files = ProfileFiles(folder, step, trainer.global_rank)
-    boards = _boards(trainer)
+    boards = tensorboard_writers(trainer)
     files.write("modules.txt", modules_table(profiled.modules))
-    _add_text(boards, "modules", modules_table(profiled.modules, _SHOWN_ROWS), step)
+    add_page(boards, f"{_TAG}/modules", modules_table(profiled.modules, _SHOWN_ROWS), step)
     headline = "no timeline"
     if profiled.operators is not None:
         files.write("operators.txt", operators_table(profiled.operators, is_host))
         shown = operators_table(profiled.operators, is_host, _SHOWN_ROWS)
-        _add_text(boards, "operators", shown, step)
+        add_page(boards, f"{_TAG}/operators", shown, step)
         trace = files.path("trace.json.gz")
         profiled.operators.export_chrome_trace(str(trace))
         timeline = profiled.timeline(trace)
@@ -79,19 +75,6 @@ def write_report(trainer: pl.Trainer, profiled: ProfiledStep, folder: Path, step
         files.write("lines.txt", profiled.lines)
     names = ", ".join(path.name.removeprefix(f"{files.stem}-") for path in files.written)
     return f"{headline}; written to {folder / files.stem}-*: {names}"
-
-
-def _boards(trainer: pl.Trainer) -> list[Any]:
-    if not trainer.is_global_zero:
-        return []
-    loggers = trainer.loggers
-    return [logger.experiment for logger in loggers if isinstance(logger, TensorBoardLogger)]
-
-
-def _add_text(boards: list[Any], name: str, text: str, step: int) -> None:
-    for board in boards:
-        indented = "\n".join(f"    {line}" for line in text.splitlines())  # Markdown's code
-        board.add_text(f"{_TAG}/{name}", indented, step)
 
 
 def _add_image(boards: list[Any], name: str, pixels: Any, step: int) -> None:

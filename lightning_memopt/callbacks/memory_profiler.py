@@ -14,6 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_memopt.callbacks._base import SuiteCallback
 from lightning_memopt.callbacks._lightning import is_window_end, logged_step
+from lightning_memopt.callbacks._output import output_directory
 from lightning_memopt.callbacks._profile_report import write_report
 from lightning_memopt.core.batches import tensors_of
 from lightning_memopt.core.checks import check_bool, check_path, check_patterns, check_steps
@@ -108,10 +109,7 @@ class MemoryProfiler(SuiteCallback):
             raise MisconfigurationException(
                 f"`MemoryProfiler(lines={self.lines!r})` needs pytorch_memlab: {_INSTALL}."
             )
-        folder = self.dirpath
-        if folder is None:  # asked for here: ranks agree on it together
-            folder = Path(trainer.log_dir or trainer.default_root_dir) / "memory_profile"
-        self._folder = Path(folder)
+        self._folder = output_directory(trainer, self.dirpath, "memory_profile")
         self.undo.callback(self._let_go)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -17,7 +17,12 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning_memopt.callbacks._base import SuiteCallback, callbacks_of
 from lightning_memopt.callbacks._holders import holders_of
 from lightning_memopt.callbacks._lightning import is_window_end, logged_step
-from lightning_memopt.callbacks._output import output_directory, tensorboard_writers, unused_path
+from lightning_memopt.callbacks._output import (
+    add_page,
+    output_directory,
+    tensorboard_writers,
+    unused_path,
+)
 from lightning_memopt.core.checks import check_path, check_positive_int
 from lightning_memopt.core.memory_history import (
     Snapshot,
@@ -163,10 +168,9 @@ class OOMReport(SuiteCallback):
         )
         text = report_text(findings, where, _machine(device), files)
         path.with_suffix(".txt").write_text(text, encoding="utf-8")
-        for writer in tensorboard_writers(trainer):
-            # Indented by four is code in Markdown: the columns stay.
-            page = "".join(f"    {line}\n" for line in text.splitlines())
-            writer.add_text("oom/report", page, trainer.global_step)
+        writers = tensorboard_writers(trainer)
+        add_page(writers, "oom/report", text, trainer.global_step)
+        for writer in writers:
             writer.flush()
         print(f"OOMReport: {path}.txt says what ran out of memory, and what would help")
 

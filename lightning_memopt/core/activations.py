@@ -22,6 +22,7 @@ from lightning_memopt.core.autograd_graph import (
     keeps_tensors,
     saved_tensors,
 )
+from lightning_memopt.core.storages import storage_of
 
 _MAX_ROWS = 16
 
@@ -87,9 +88,8 @@ class KeptForBackward:
             if kept:
                 self.position = BackwardPosition(node.name(), module)
             for tensor in kept:
-                storage = tensor.untyped_storage()
-                address = storage.data_ptr()
-                if address not in left_out and storage.nbytes():
+                storage = storage_of(tensor)
+                if storage is not None and (address := storage.data_ptr()) not in left_out:
                     new = Kept(address, storage.nbytes(), tensor.dtype, module)
                     storages.setdefault(address, new)
         self.storages = list(storages.values())

@@ -52,17 +52,18 @@ def _values_of(raw: Any) -> Iterator[Tensor]:
 
         def pack(tensor: Tensor) -> Tensor:
             found.append(tensor)
-            return tensor
+            return _unlinked(tensor)
 
         try:
-            raw.register_hooks(pack, _same)
+            raw.register_hooks(pack, _unlinked)
         except RuntimeError:  # no value, freed, or hooks of somebody else
             return
         yield from found
 
 
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
+def _unlinked(tensor: Tensor) -> Tensor:
+    # The tensor itself, where it is a node's own result, would hold the node that holds it.
+    return tensor.detach()
 
 
 def keeps_tensors(node: Node) -> bool:
@@ -82,7 +83,7 @@ def _is_freed(raw: Any) -> bool:
     if isinstance(raw, tuple | list):
         return any(_is_freed(each) for each in raw)
     try:
-        raw.register_hooks(_same, _same)
+        raw.register_hooks(_unlinked, _unlinked)
     except RuntimeError as error:
         return "has been freed" in str(error)
     return False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 
@@ -42,19 +41,6 @@ def check_bool(argument: str, value: Any) -> None:
     """
     if not isinstance(value, bool):
         raise TypeError(f"`{argument}` must be `True` or `False`, got {value!r}.")
-
-
-def check_path(argument: str, value: Any) -> None:
-    """Require a path that isn't empty, or `None`.
-
-    Raises:
-        TypeError: `value` is neither `None`, a `str` nor a `Path`.
-        ValueError: `value` is empty.
-    """
-    if value is not None and not isinstance(value, str | Path):
-        raise TypeError(f"`{argument}` must be a path or `None`, got {value!r}.")
-    if value == "":
-        raise ValueError(f"`{argument}` must be a path or `None`, got an empty one.")
 
 
 def check_fraction(argument: str, value: Any) -> None:

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_memopt.core.activations import KeptForBackward
-from lightning_memopt.core.batches import items_of, tensors_of
+from lightning_memopt.core.batches import tensors_of
+from lightning_memopt.core.replay import tensors_in
+from lightning_memopt.core.storages import storage_of
 
 PARAMETERS = "parameters"
 GRADIENTS = "gradients"
@@ -68,7 +70,7 @@ class RunMemory:
         self._count(PARAMETERS, parameters)
         self._count(GRADIENTS, (p.grad for p in parameters if p.grad is not None))
         states = (optimizer.state for optimizer in optimizers)
-        self._count(OPTIMIZER_STATE, (tensor for each in states for tensor in _nested(each)))
+        self._count(OPTIMIZER_STATE, (tensor for each in states for tensor in tensors_in(each)))
         self._count(BUFFERS, model.buffers())
         self._count(BATCH, tensors_of(batch))
         with_graph = [tensor for tensor in self._live if tensor.grad_fn is not None]
@@ -82,16 +84,16 @@ class RunMemory:
 
     def tensors_by_shape(self) -> list[TensorGroup]:
         """Return the live tensors that Python knows, of equal shape together, largest first."""
-        groups: dict[tuple[tuple[int, ...], torch.dtype], dict[int, int]] = {}
+        groups: dict[tuple[tuple[int, ...], torch.dtype], list[int]] = {}
         seen: set[int] = set()
         for tensor in self._live:
-            storage = _storage_of(tensor) if self._is_here(tensor) else None
-            if storage is not None and storage[0] not in seen:
-                seen.add(storage[0])
-                group = groups.setdefault((tuple(tensor.shape), tensor.dtype), {})
-                group[storage[0]] = storage[1]
+            storage = storage_of(tensor) if self._is_here(tensor) else None
+            if storage is not None and storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                group = groups.setdefault((tuple(tensor.shape), tensor.dtype), [])
+                group.append(storage.nbytes())
         found = [
-            TensorGroup(shape, dtype, len(group), sum(group.values()))
+            TensorGroup(shape, dtype, len(group), sum(group))
             for (shape, dtype), group in groups.items()
         ]
         return sorted(found, key=lambda group: -group.size)
@@ -99,10 +101,10 @@ class RunMemory:
     def _count(self, kind: str, tensors: Iterable[Tensor]) -> None:
         total = 0
         for tensor in tensors:
-            storage = _storage_of(tensor) if self._is_here(tensor) else None
-            if storage is not None and storage[0] not in self.kinds:
-                self.kinds[storage[0]] = kind
-                total += storage[1]
+            storage = storage_of(tensor) if self._is_here(tensor) else None
+            if storage is not None and storage.data_ptr() not in self.kinds:
+                self.kinds[storage.data_ptr()] = kind
+                total += storage.nbytes()
         self.sizes[kind] = total
 
     def _is_here(self, tensor: Tensor) -> bool:
@@ -117,20 +119,3 @@ def _live_tensors() -> Iterator[Tensor]:
         # `isinstance` would ask a proxy for its `__class__`, which may do anything.
         if issubclass(type(thing), Tensor):
             yield thing
-
-
-def _nested(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    for _, item in items_of(value):
-        yield from _nested(item)
-
-
-def _storage_of(tensor: Tensor) -> tuple[int, int] | None:
-    """Return address and bytes of a tensor's storage, `None` where it has none or is empty."""
-    try:
-        storage = tensor.untyped_storage()
-        found = storage.data_ptr(), storage.nbytes()
-    except (RuntimeError, NotImplementedError):  # sparse, fake and functional tensors
-        return None
-    return found if found[1] and found[0] else None

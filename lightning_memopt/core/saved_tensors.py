@@ -61,7 +61,8 @@ def record_saved_tensors(model: nn.Module) -> Iterator[SavedTensors]:
 
     def pack(tensor: Tensor) -> Tensor:
         saved.add(tensor)
-        return tensor
+        # The tensor itself, where it is an output, would hold the node that holds it.
+        return tensor.detach()
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         yield saved

@@ -14,7 +14,8 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
     local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor, what this rank has
     try:
         storage: torch.UntypedStorage = local.untyped_storage()
-        return storage if storage.data_ptr() else None
+        # A fake tensor has a device, its storage has not.
+        return storage if storage.device.type != "meta" and storage.data_ptr() else None
     except (RuntimeError, NotImplementedError):  # sparse, or only traced
         return None
 

@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_memopt.core.storages import storage_of
+
 _MAX_NAMED = 3
 _SAMPLES = 4
 _Shape = tuple[tuple[int, ...], str]
@@ -68,6 +70,8 @@ def take_census() -> TensorCensus:
     for thing in gc.get_objects():
         kind = type(thing)
         if issubclass(kind, Tensor):
+            if storage_of(thing) is None:
+                continue  # only traced: it takes no memory, and its shape may be a symbol
             shapes[tuple(thing.shape), str(thing.dtype).removeprefix("torch.")] += 1
             if thing.grad_fn is not None:
                 with_graph.append(weakref.ref(thing))

@@ -3,6 +3,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from lightning_memopt.core.autograd_graph import graph_nodes, is_freed, saved_tensors
+from lightning_memopt.core.storages import WeakStorage
 
 
 def names(tensors, **kwargs):
@@ -63,6 +64,19 @@ def test_a_function_of_the_users_own_is_seen():
 
     x = torch.ones(10, requires_grad=True)
     assert sizes(Square.apply(x.neg())) == [40]
+
+
+def test_what_was_looked_at_is_freed_with_its_graph():
+    x = torch.ones(3, requires_grad=True)
+    loss = x.exp().tanh().sum()  # both keep their own result
+    storages = [
+        WeakStorage(saved.untyped_storage())
+        for node in graph_nodes([loss])
+        for saved in saved_tensors(node)
+    ]
+    assert [storage.is_freed for storage in storages] == [False, False]
+    del loss
+    assert [storage.is_freed for storage in storages] == [True, True]
 
 
 def test_a_checkpoint_is_not_unpacked():

@@ -1,5 +1,6 @@
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_memopt.core.run_memory import RunMemory
 
@@ -76,7 +77,12 @@ def test_live_tensors_are_listed_by_shape_with_views_once():
     assert (123 * 457,) not in rows
 
 
-def test_sparse_tensors_are_passed_over():
-    kept = torch.eye(4).to_sparse()
-    assert run(nn.Identity()).sizes["activations"] == 0
-    assert kept.is_sparse
+def test_tensors_without_storage_of_their_own_are_passed_over():
+    weight = nn.Parameter(torch.ones(4, 4))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = (mode.from_tensor(torch.ones(4, 4)) * 2).requires_grad_().exp().sum()
+    kept = [fake, (torch.eye(4).to_sparse() @ weight).exp().sum()]
+    memory = run(nn.ParameterList([weight]))
+    assert memory.sizes["parameters"] == 64
+    assert memory.kept.total_bytes >= 64
+    assert len(kept) == 2

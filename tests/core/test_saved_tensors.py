@@ -4,6 +4,7 @@ from torch import nn
 
 from lightning_memopt.core.recompute import checkpoint_layers
 from lightning_memopt.core.saved_tensors import record_saved_tensors
+from lightning_memopt.core.storages import WeakStorage
 
 FLOAT = 4
 BATCH, WIDTH, HIDDEN, DEPTH = 16, 32, 64, 8
@@ -107,3 +108,13 @@ def test_what_is_kept_for_backward_is_kept_by_eval_mode_too(names):
     checkpoint_layers(model, names)
     expected = 2 * INPUT + (2 - len(names)) * INSIDE
     assert saved_bytes(model, torch.randn(BATCH, WIDTH)) == expected
+
+
+def test_what_was_recorded_is_freed_with_its_graph():
+    layer = nn.Tanh()  # which keeps its own result
+    x = torch.ones(3, requires_grad=True)
+    with record_saved_tensors(layer):
+        y = layer(x)
+    storage = WeakStorage(y.untyped_storage())
+    del y
+    assert storage.is_freed

@@ -4,6 +4,8 @@ import gc
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from lightning_memopt.core.tensor_census import compare_census, take_census
 
@@ -53,6 +55,15 @@ def test_there_are_so_many_tensors_more_and_most_are_of_that_shape_and_type():
     change = change_by([].append, dtype=torch.float64)
     assert (change.more_tensors, change.shape, change.dtype) == (6, SHAPE, "float64")
     assert change.old_with_graph == 0
+
+
+@pytest.mark.usefixtures("few_objects")
+def test_tensors_that_a_compiler_has_only_traced_are_passed_over():
+    before = take_census()
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        traced = mode.from_tensor(torch.ones(SHAPE), static_shapes=False)
+    assert not isinstance(traced.shape[0], int)
+    assert compare_census(before) is None
 
 
 @pytest.mark.usefixtures("few_objects")
