@@ -6,7 +6,7 @@
 A GPT is trained with `OOMReport` on a device that is made small: on a GPU by PyTorch's limit for a
 process, set just below what the phase needs, which a first run without a limit measures; on a CPU
 by the limit on the address space, where it is forward that fails. The report is printed, and is in
-TensorBoard under "Text". `examples/oom_report.txt` is one from a GPU.
+TensorBoard under "Text". `examples/oom_reports/` has those of a GPU.
 """
 
 from __future__ import annotations

@@ -51,10 +51,12 @@ class BackwardPosition:
     Attributes:
         operation: The node that was next, in PyTorch's name.
         module: Name of its module.
+        inputs: Addresses of the storages that the operation kept.
     """
 
     operation: str
     module: str
+    inputs: list[int]
 
 
 class KeptForBackward:
@@ -85,13 +87,15 @@ class KeptForBackward:
             module = modules[node]
             kept = list(saved_tensors(node))
             has_begun |= not kept and is_freed(node)
-            if kept:
-                self.position = BackwardPosition(node.name(), module)
+            if not kept:
+                continue
+            self.position = BackwardPosition(node.name(), module, [])
             for tensor in kept:
                 storage = storage_of(tensor)
                 if storage is not None and (address := storage.data_ptr()) not in left_out:
                     new = Kept(address, storage.nbytes(), tensor.dtype, module)
                     storages.setdefault(address, new)
+                    self.position.inputs.append(address)
         self.storages = list(storages.values())
         if not has_begun:
             self.position = None

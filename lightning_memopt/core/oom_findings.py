@@ -15,6 +15,7 @@ from lightning_memopt.core.allocator_state import (
     AllocatorState,
     allocations_by_line,
     allocator_state,
+    line_of,
 )
 from lightning_memopt.core.device_processes import DeviceProcess, processes_on
 from lightning_memopt.core.failure_place import FailurePlace, failure_place, local_variable
@@ -131,11 +132,10 @@ def find_out(
         is_cpu=is_cpu,
         **settings,
     )
-    position = memory.kept.position
     return Findings(
         error=textwrap.shorten(str(error), _MAX_ERROR, placeholder=" ...") or type(error).__name__,
         place=place,
-        backward="" if position is None else f"{position.operation} of `{position.module}`",
+        backward=_backward(memory, state),
         failure=failure,
         held=memory.sizes | {"other": max(0, allocated - sum(memory.sizes.values()))},
         activations=memory.kept.by_module(),
@@ -144,6 +144,18 @@ def find_out(
         recent=recent,
         collections=[] if growth is None else _collections(find_holders()),
     )
+
+
+def _backward(memory: RunMemory, state: AllocatorState | None) -> str:
+    position = memory.kept.position
+    if position is None:
+        return ""
+    # Backward runs without Python's stack: the line is that of the forward.
+    blocks = [] if state is None else state.blocks
+    stacks = (block.stack for block in blocks if block.address in position.inputs)
+    line = next((line for stack in stacks if (line := line_of(stack)) is not None), None)
+    made = "" if line is None else f", whose inputs were made in {line}"
+    return f"{position.operation} of `{position.module}`{made}"
 
 
 def _collections(holders: Mapping[str, Holding]) -> list[tuple[int, str]]:

@@ -200,7 +200,8 @@ def _profiler(device: torch.device, with_kernels: bool) -> profile:
     # Nsight Systems and PyTorch can't both record kernels. Memory needs the host's side alone.
     if device.type in ("cuda", "xpu") and with_kernels:
         activities.append(getattr(ProfilerActivity, device.type.upper()))
-    return profile(activities=activities, profile_memory=True)
+    # Without `acc_events` some versions warn that a second cycle would clear the first.
+    return profile(activities=activities, profile_memory=True, acc_events=True)
 
 
 def _module_ranges(ranges: NvtxRanges) -> tuple[Callable[[str], None], Callable[[str], None]]:

@@ -2,6 +2,8 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_memopt.core import oom_findings
+from lightning_memopt.core.allocator_state import AllocatorState, Block
 from lightning_memopt.core.memory_history import Snapshot
 from lightning_memopt.core.oom_findings import Findings, find_out
 from lightning_memopt.core.oom_text import report_text
@@ -21,10 +23,13 @@ class Net(nn.Module):
             [nn.Sequential(nn.Linear(64, 64), nn.Sigmoid(), nn.Linear(64, 64)) for _ in range(4)]
         )
 
-    def training_step(self, batch):
-        x = batch
+    def forward_blocks(self, x):
         for block in self.blocks:
             x = block(x)
+        return x
+
+    def training_step(self, batch):
+        x = self.forward_blocks(batch)  # what has no name is gone when the error arrives
         return x.sum() * torch.empty(2**62, dtype=torch.int8).sum()
 
 
@@ -72,6 +77,40 @@ def test_what_an_evaluation_uses_is_what_training_does_not():
 def test_the_kinds_add_up_to_what_is_in_use():
     findings = look(Net())
     assert sum(findings.held.values()) == findings.failure.allocated
+
+
+def test_the_line_of_a_backward_is_that_of_its_inputs_in_forward(monkeypatch):
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return torch.empty(2**62, dtype=torch.int8)
+
+    class Backward(Net):
+        def training_step(self, batch):
+            self.kept = super().forward_blocks(batch)
+            Failing.apply(self.kept).square().sum().backward()
+
+    model = Backward()
+    stack = [{"filename": "/home/me/model.py", "line": 7, "name": "forward"}]
+
+    def state(*_):
+        # A CPU has no record: this one is made of what the test knows.
+        block = Block(model.kept.untyped_storage().data_ptr(), 32 * 64 * 4, stack)
+        return AllocatorState([block], 0, None, None)
+
+    monkeypatch.setattr(oom_findings, "allocator_state", state)
+    findings = look(model, snapshot={})
+    assert findings.backward == (
+        "FailingBackward of `blocks.3.2`, whose inputs were made in /home/me/model.py:7 in forward"
+    )
+    assert findings.largest == [
+        (32 * 64 * 4, "1, activations, from /home/me/model.py:7 in forward")
+    ]
 
 
 def test_settings_are_those_of_the_failure():

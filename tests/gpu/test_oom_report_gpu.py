@@ -143,6 +143,11 @@ def test_each_phase_is_explained_and_its_snapshot_has_events(phase: str, tmp_pat
     # Of what is in use nothing but roundings is unaccounted for.
     in_use = float(re.findall(r"What holds the ([\d.]+) GiB in use", report)[0])
     assert gib(report, "other, such as temporaries") < 0.05 * in_use
+    if phase == "backward":
+        line = row(report, "backward")
+        assert re.search(
+            r"had come to \w+ of `blocks.15.0`, whose inputs were made in .*:\d+", line
+        )
     if phase == "forward":
         kept = DEPTH * 2 * BATCH * WIDTH * 4 / GIB
         assert gib(report, "activations") == pytest.approx(kept, rel=0.05)
