@@ -42,7 +42,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_memopt import MemoryMonitor, OOMReport, read_memory
+from lightning_memopt import MemoryMonitor, MemoryProfiler, OOMReport, read_memory
 from lightning_memopt.core.memory_history import recorded_history, save_snapshot, take_snapshot
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -69,6 +69,8 @@ WATCHERS: dict[str, Any] = {
     "MemoryMonitor": lambda: [MemoryMonitor(verbose=False)],
     "MemoryMonitor(phases=False)": lambda: [MemoryMonitor(phases=False, verbose=False)],
     "OOMReport": lambda: [OOMReport(max_entries=ENTRIES)],
+    # Its one step is in the warm-up: these are the steps after it.
+    "MemoryProfiler, later": lambda: [MemoryProfiler(steps=[0])],
     "DeviceStatsMonitor": lambda: [DeviceStatsMonitor()],
 }
 if DEVICE == "cuda":

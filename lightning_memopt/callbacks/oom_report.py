@@ -60,7 +60,7 @@ class OOMReport(SuiteCallback):
         dirpath: Directory of the reports; by default `oom/` under the logger's directory, or under
             `default_root_dir`.
         max_entries: How many of the latest allocations and frees are kept for the snapshot. Raising
-            it shows more of the past, for some 100 bytes each on the host and a longer dump.
+            it shows more of the past, for some 600 bytes each on the host.
 
     Raises:
         TypeError: An argument has the wrong type.

@@ -6,7 +6,6 @@ Source: https://github.com/Stonesjtu/pytorch_memlab.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 import io
 import sys
@@ -20,8 +19,15 @@ _PACKAGE = "pytorch_memlab"
 
 
 def has_line_memory() -> bool:
-    """Return whether pytorch_memlab is installed."""
-    return importlib.util.find_spec(_PACKAGE) is not None
+    """Return whether pytorch_memlab is installed, with all that it needs."""
+    previous = sys.gettrace()
+    try:
+        importlib.import_module(_PACKAGE)
+    except ImportError:
+        return False
+    finally:
+        sys.settrace(previous)
+    return True
 
 
 def find_function(owner: Any, name: str) -> Callable[..., Any] | None:
