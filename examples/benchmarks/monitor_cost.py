@@ -21,6 +21,7 @@ record of 100,000 allocations.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import logging
 import statistics
@@ -43,6 +44,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_memopt import MemoryMonitor, MemoryProfiler, OOMReport, read_memory
+from lightning_memopt.core.growth import GrowthWatch
 from lightning_memopt.core.memory_history import recorded_history, save_snapshot, take_snapshot
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -241,8 +243,12 @@ def main(argv: list[str] | None = None) -> None:
         table.add_section()
     times = timeit.repeat(lambda: read_memory(DEVICE), timer=time.process_time, number=500)
     figures["read_us"] = 1e6 * min(times) / 500
+    watch, steps = GrowthWatch(), itertools.count()
+    times = timeit.repeat(lambda: watch.add(next(steps), 2**30), number=10_000)
+    figures["watch_us"] = 1e6 * min(times) / 10_000
     Console().print(table)
     print(f"One call of read_memory: {figures['read_us']:.1f} us")
+    print(f"A step of the leak watch: {figures['watch_us']:.2f} us")
     if DEVICE == "cuda":
         per_entry, seconds, size = dump()
         figures |= {"entry_bytes": per_entry, "dump_s": seconds, "dump_mib": size}
