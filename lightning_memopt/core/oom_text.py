@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
 from lightning_memopt.core.oom_diagnosis import advice_on, likely_kind
@@ -14,6 +15,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 _MAX_PROCESSES = 3
 _MAX_MODULES = 10
 _WIDTH = 10
+_NAMES = 13
 
 
 def report_text(findings: Findings, where: str, machine: str, files: Iterable[str]) -> str:
@@ -55,7 +57,7 @@ def _request(findings: Findings) -> Iterator[str]:
     failure, place = findings.failure, findings.place
     kind, reason = likely_kind(failure)
     asked = "unknown" if failure.requested is None else format_bytes(failure.requested)
-    yield f"error        {findings.error}"
+    yield _wrapped("error", findings.error)
     yield f"asked for    {asked}"
     yield f"phase        {failure.phase or 'outside of a step'}"
     if place.own is not None:
@@ -66,7 +68,7 @@ def _request(findings: Findings) -> Iterator[str]:
         yield f"module       {place.module}"
     if findings.backward:
         yield f"backward     had come to {findings.backward}"
-    yield f"likely kind  {kind}: {reason}"
+    yield _wrapped("likely kind", f"{kind}: {reason}")
 
 
 def _device(findings: Findings) -> Iterator[str]:
@@ -142,6 +144,12 @@ def _advice(findings: Findings) -> Iterator[str]:
     for number, each in enumerate(advice, 1):
         yield f"  {number}. {each.action}"
         yield f"     saves up to {format_bytes(each.saves)}, costs {each.costs}"
+
+
+def _wrapped(name: str, text: str) -> str:
+    return textwrap.fill(
+        text, 100, initial_indent=f"{name:<{_NAMES}}", subsequent_indent=" " * _NAMES
+    )
 
 
 def _sized(size: int, text: str) -> str:
