@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -56,6 +56,13 @@ class SuiteCallback(Callback):
     ) -> None:
         """Put back all that was changed."""
         self.restore()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy gets: while a run goes on, what belongs to the run stays with it."""
+        state = dict(vars(self))
+        if "undo" in state:
+            state = {key: x for key, x in state.items() if key != "undo" and key[:1] != "_"}
+        return state
 
     def restore(self) -> None:
         """Undo every change that is still in place."""

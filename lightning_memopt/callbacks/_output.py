@@ -20,7 +20,7 @@ def output_directory(trainer: pl.Trainer, dirpath: str | Path | None, name: str)
     """
     logged = trainer.log_dir  # which is sent from rank 0 to all
     if dirpath is not None:
-        return Path(dirpath)
+        return Path(dirpath).expanduser()
     root = logged or trainer.default_root_dir
     return Path(name) if "://" in root else Path(root) / name
 

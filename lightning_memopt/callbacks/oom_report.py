@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import platform
+import sys
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import lightning
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_memopt.callbacks._base import SuiteCallback, callbacks_of
 from lightning_memopt.callbacks._holders import holders_of
@@ -133,19 +134,24 @@ class OOMReport(SuiteCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
         """Write the report if memory ran out, and put back all that was changed."""
-        if is_out_of_memory(exception) and "undo" in vars(self):
-            self._spare.close()
-            try:
+        try:
+            if "undo" in vars(self) and is_out_of_memory(exception):
+                self._spare.close()
                 self._report(trainer, pl_module, exception)
-            except Exception as error:  # the run has failed already, for another reason
-                rank_zero_warn(f"`OOMReport` could not write its report: {error!r}")
-        super().on_exception(trainer, pl_module, exception)
+        except Exception as error:  # the run has failed already, for another reason
+            rank = trainer.global_rank
+            print(f"OOMReport of rank {rank} could not be written: {error!r}", file=sys.stderr)
+        finally:
+            super().on_exception(trainer, pl_module, exception)
 
     def _report(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
         device = trainer.strategy.root_device
+        name = f"oom-rank{trainer.global_rank}-step{trainer.global_step}"
+        path = unused_path(self._directory / name, ".txt", ".pickle")
         snapshot = take_snapshot(device)
+        files = self._save(snapshot, path.with_name(f"{path.name}.pickle"))
         findings = find_out(
             exception,
             device,
@@ -155,35 +161,44 @@ class OOMReport(SuiteCallback):
             snapshot,
             lambda: holders_of(trainer),
             in_use=frozenset(type(callback).__name__ for callback in callbacks_of(trainer)),
-            is_half="32" not in str(trainer.precision),
+            is_half="16" in str(trainer.precision) or "transformer" in str(trainer.precision),
             is_expandable=_has_expandable_segments(),
         )
-        self._directory.mkdir(parents=True, exist_ok=True)
-        name = f"oom-rank{trainer.global_rank}-step{trainer.global_step}"
-        path = unused_path(self._directory / name, ".txt", ".pickle")
-        files = self._save(snapshot, path.with_suffix(".pickle"))
-        where = (
-            f"at step {trainer.global_step}, epoch {trainer.current_epoch}, "
-            f"on rank {trainer.global_rank} of {trainer.world_size}"
-        )
-        text = report_text(findings, where, _machine(device), files)
-        path.with_suffix(".txt").write_text(text, encoding="utf-8")
+        text = report_text(findings, _where(trainer), _machine(device), files)
+        page = path.with_name(f"{path.name}.txt")
+        try:
+            page.parent.mkdir(parents=True, exist_ok=True)
+            page.write_text(text, encoding="utf-8")
+        except OSError as error:
+            print(f"{text}OOMReport: not in a file: {error}", file=sys.stderr)
+        else:
+            print(f"OOMReport: {page} says what ran out of memory, and what would help")
         writers = tensorboard_writers(trainer)
         add_page(writers, "oom/report", text, trainer.global_step)
         for writer in writers:
             writer.flush()
-        print(f"OOMReport: {path}.txt says what ran out of memory, and what would help")
 
     def _save(self, snapshot: Snapshot | None, path: Path) -> list[str]:
         if snapshot is None:
             return []
-        save_snapshot(snapshot, path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_snapshot(snapshot, path)
+        except OSError as error:
+            return [f"No snapshot: {error}"]
         return [
             f"{path.name} has the allocator's record: open it at https://pytorch.org/memory_viz"
         ]
 
     def _forget(self) -> None:
         del self._recent, self._span, self._peaks, self._spare
+
+
+def _where(trainer: pl.Trainer) -> str:
+    step, steps = logged_step(trainer), trainer.global_step
+    of_all = "" if step == steps else f" ({steps} of all optimizers)"
+    epoch, rank = trainer.current_epoch, trainer.global_rank
+    return f"at step {step}{of_all}, epoch {epoch}, on rank {rank} of {trainer.world_size}"
 
 
 def _has_expandable_segments() -> bool:

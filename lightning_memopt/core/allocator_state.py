@@ -7,7 +7,7 @@ these frees: undoing them, last first, gives back the moment of the failure.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,13 +77,15 @@ def allocator_state(snapshot: Snapshot, index: int, requested: int | None) -> Al
     at = _last_failure(trace, requested)
     if at is None:
         return AllocatorState(list(live.values()), reserved, None, None)
-    for event in reversed(trace[at + 1 :]):
+    later = trace[at + 1 :]
+    stacks = _stacks_of(trace[:at], {event.get("addr") for event in later})
+    for event in reversed(later):
         action, address, size = event["action"], event.get("addr"), event["size"]
         if action == "alloc":
             live.pop(address, None)
         elif action == "free_requested":
             rounded = -(-size // _ALIGNMENT) * _ALIGNMENT
-            live[address] = Block(address, rounded, _stack_of(trace[:at], address))
+            live[address] = Block(address, rounded, stacks.get(address, ()))
         reserved -= size * _RESERVES.get(action, 0)
     failure = trace[at]
     free = failure.get("device_free", failure.get("addr"))
@@ -137,9 +139,12 @@ def _last_failure(trace: Sequence[Mapping[str, Any]], requested: int | None) -> 
     return None
 
 
-def _stack_of(trace: Sequence[Mapping[str, Any]], address: int | None) -> Sequence[Any]:
-    for event in reversed(trace):
-        if event["action"] == "alloc" and event.get("addr") == address:
-            frames: Sequence[Any] = event.get("frames", ())
-            return frames
-    return ()
+def _stacks_of(
+    trace: Sequence[Mapping[str, Any]], addresses: Collection[int | None]
+) -> dict[int, Sequence[Mapping[str, Any]]]:
+    """Return the stack that asked for each address last."""
+    return {
+        event["addr"]: event.get("frames", ())
+        for event in trace
+        if event["action"] == "alloc" and event.get("addr") in addresses
+    }

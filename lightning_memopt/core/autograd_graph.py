@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 _SAVED = "_raw_saved_"
+_FREED = object()
 
 
 def graph_nodes(tensors: Iterable[Tensor], limit: int | None = None) -> Iterator[Node]:
@@ -38,16 +40,15 @@ def saved_tensors(node: Node) -> Iterator[Tensor]:
     unpacking it, which could compute or load it again, a pair of hooks that do nothing is left on
     it. What has hooks already, as under a checkpoint, and what backward has freed, is passed over.
     """
-    for name in dir(node):
-        if name.startswith(_SAVED):
-            yield from _values_of(getattr(node, name))
+    for name in _saved_names(type(node)):
+        yield from _values_of(_raw(node, name))
 
 
 def _values_of(raw: Any) -> Iterator[Tensor]:
     if isinstance(raw, tuple | list):
         for each in raw:
             yield from _values_of(each)
-    elif raw is not None:
+    elif raw is not None and raw is not _FREED:
         found: list[Tensor] = []
 
         def pack(tensor: Tensor) -> Tensor:
@@ -68,7 +69,7 @@ def _unlinked(tensor: Tensor) -> Tensor:
 
 def keeps_tensors(node: Node) -> bool:
     """Return whether a node of this kind keeps anything for its backward."""
-    return any(name.startswith(_SAVED) for name in dir(node))
+    return bool(_saved_names(type(node)))
 
 
 def is_freed(node: Node) -> bool:
@@ -76,10 +77,25 @@ def is_freed(node: Node) -> bool:
 
     A node that keeps nothing is never freed. The same holds for its graph as for `saved_tensors`.
     """
-    return any(_is_freed(getattr(node, name)) for name in dir(node) if name.startswith(_SAVED))
+    return any(_is_freed(_raw(node, name)) for name in _saved_names(type(node)))
+
+
+@functools.lru_cache(maxsize=1024)
+def _saved_names(kind: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith(_SAVED))
+
+
+def _raw(node: Any, name: str) -> Any:
+    """Return what a node keeps under a name; `_FREED` where the node won't say any more."""
+    try:
+        return getattr(node, name)
+    except RuntimeError:  # a function of Python, after backward
+        return _FREED
 
 
 def _is_freed(raw: Any) -> bool:
+    if raw is _FREED:
+        return True
     if isinstance(raw, tuple | list):
         return any(_is_freed(each) for each in raw)
     try:

@@ -115,16 +115,16 @@ def check_steps(argument: str, value: Any) -> None:
 
 
 def check_path(argument: str, value: Any) -> None:
-    """Require a path or `None`.
+    """Require a path on this machine or `None`.
 
     Raises:
         TypeError: `value` is neither.
-        ValueError: `value` is empty.
+        ValueError: `value` is empty, or an address.
     """
     if value is not None and not isinstance(value, str | PathLike):
         raise TypeError(f"`{argument}` must be a path or `None`, got {value!r}.")
-    if value == "":
-        raise ValueError(f"`{argument}` must be a path or `None`, got {value!r}.")
+    if value == "" or "://" in str(value):
+        raise ValueError(f"`{argument}` must be a path on this machine or `None`, got {value!r}.")
 
 
 def check_schedule(argument: str, value: Any) -> None:

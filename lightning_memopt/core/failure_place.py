@@ -6,7 +6,7 @@ import functools
 import linecache
 import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -16,15 +16,19 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-# Functions that say by their name what is going on, PyTorch's and Lightning's. The innermost
-# counts: Lightning runs forward and backward within the optimizer's step.
-_PHASES = {
+MOVING = "moving the batch to the device"
+# Methods of the model that are run by its Trainer, and functions of PyTorch's and Lightning's, that
+# say by their name what is going on. The innermost counts: Lightning runs forward and backward
+# within the optimizer's step.
+_STEPS = {
     "training_step": "forward",
-    "backward": "backward",
     "validation_step": "validation",
     "test_step": "test",
     "predict_step": "predict",
-    "transfer_batch_to_device": "moving the batch to the device",
+}
+_PHASES = {
+    "backward": "backward",
+    "transfer_batch_to_device": MOVING,
     "model_to_device": "moving the model to the device",
     "configure_model": "building the model",
     "load_state_dict": "loading a checkpoint",
@@ -103,12 +107,17 @@ def failure_place(exception: BaseException, model: nn.Module) -> FailurePlace:
     """
     phase = module = None
     names = {id(part): name for name, part in model.named_modules()}
+    step = ""
     for frame, _ in _lines_of(exception):
         function = frame.f_code.co_name
-        phase = _PHASES.get(function, phase)
-        if function == "step" and isinstance(_local(frame, "self"), Optimizer):
+        if function in _STEPS and not step and _local(frame, "self") is model:
+            step = function  # that it calls another is its own business
+            phase = _STEPS[function]
+        elif function in _PHASES and _package_of(frame.f_code.co_filename) in _PLUMBING:
+            phase = _PHASES[function]
+        elif function == "step" and _is_a(_local(frame, "self"), Optimizer):
             phase = _OPTIMIZER_STEP
-        elif function == "forward" and isinstance(owner := _local(frame, "self"), nn.Module):
+        elif function == "forward" and _is_a(owner := _local(frame, "self"), nn.Module):
             module = names.get(id(owner), module)
     lines = [
         Line(frame.f_code.co_filename, number, frame.f_code.co_name)
@@ -161,12 +170,23 @@ def _lines_of(exception: BaseException) -> Iterator[tuple[FrameType, int]]:
         error = error.__cause__
 
 
-def local_variable(exception: BaseException, name: str) -> Any:
-    """Return the innermost local variable of a name where an exception was raised, or `None`."""
+def local_variable(exception: BaseException, name: str, is_it: Callable[[Any], bool]) -> Any:
+    """Return the innermost local variable of a name where an exception was raised, or `None`.
+
+    Args:
+        exception: An exception with its traceback.
+        name: The variable's name.
+        is_it: Whether a value is what is looked for.
+    """
     for frame, _ in reversed(list(_lines_of(exception))):
-        if name in frame.f_code.co_varnames:
-            return _local(frame, name)
+        if name in frame.f_code.co_varnames and is_it(value := _local(frame, name)):
+            return value
     return None
+
+
+def _is_a(thing: object, kind: type) -> bool:
+    # `isinstance` would ask for its `__class__`, which may do anything.
+    return issubclass(type(thing), kind)
 
 
 def _local(frame: FrameType, name: str) -> Any:

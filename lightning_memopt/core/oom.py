@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import re
 
 import torch
 
 from lightning_memopt.core.units import parse_size
 
+# A DataLoader's worker says so where the type of its error can't be made again.
+_IN_WORKER = re.compile(r"^caught \w*memoryerror in ")
 _REQUEST = re.compile(r"allocate (\d+(?:\.\d+)?) ?([KMGT]i?B|bytes)\b")
 
 # What PyTorch and its libraries say where they don't raise `torch.OutOfMemoryError`.
@@ -23,6 +26,14 @@ _TEXTS = (
     "cudnn_status_alloc_failed",
     "cusparse_status_alloc_failed",
     "cusolver_status_alloc_failed",
+    "cuda driver error: out of memory",
+    "cuda failure 2 'out of memory'",
+    "cuda failure 'out of memory'",
+    "_device_allocation_failed",  # cuDNN since version 9
+    "_host_allocation_failed",
+    "cufft_alloc_failed",
+    "std::bad_alloc",
+    "cannot allocate memory (12)",
     "defaultcpuallocator: can't allocate memory",
     "defaultcpuallocator: not enough memory",
 )
@@ -36,8 +47,8 @@ def is_out_of_memory(exception: BaseException) -> bool:
     """Return whether an exception says that a device or the host ran out of memory.
 
     Recognised are `torch.OutOfMemoryError`, Python's `MemoryError`, the wordings of CUDA, HIP, XPU,
-    MPS and the CPU (Linux and Windows), failed allocations of cuBLAS and its relatives, and an
-    exception that was raised from one of these.
+    MPS and the CPU (Linux and Windows), failed allocations of cuBLAS and its relatives, the
+    system's `ENOMEM`, and an exception that was raised from one of these.
 
     Args:
         exception: Any exception.
@@ -62,10 +73,16 @@ def out_of_memory_in(exception: BaseException) -> BaseException | None:
         seen.add(id(error))
         if isinstance(error, torch.OutOfMemoryError | MemoryError):
             return error
-        if isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _TEXTS):
+        if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+            return error
+        if isinstance(error, RuntimeError) and _says_so(str(error).lower()):
             return error
         error = error.__cause__
     return None
+
+
+def _says_so(text: str) -> bool:
+    return any(each in text for each in _TEXTS) or _IN_WORKER.match(text) is not None
 
 
 def requested_bytes(error: BaseException) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -17,9 +17,14 @@ from lightning_memopt.core.allocator_state import (
     allocator_state,
     line_of,
 )
+from lightning_memopt.core.batches import tensors_of
 from lightning_memopt.core.device_processes import DeviceProcess, processes_on
-from lightning_memopt.core.failure_place import FailurePlace, failure_place, local_variable
-from lightning_memopt.core.growth import find_growth
+from lightning_memopt.core.failure_place import (
+    MOVING,
+    FailurePlace,
+    failure_place,
+    local_variable,
+)
 from lightning_memopt.core.layers import select_layers
 from lightning_memopt.core.memory import read_memory
 from lightning_memopt.core.memory_history import Snapshot
@@ -27,7 +32,7 @@ from lightning_memopt.core.memory_limits import limit_bytes
 from lightning_memopt.core.oom import out_of_memory_in, requested_bytes
 from lightning_memopt.core.oom_diagnosis import Failure
 from lightning_memopt.core.recent_steps import RecentSteps
-from lightning_memopt.core.run_memory import RunMemory
+from lightning_memopt.core.run_memory import PARAMETERS, RunMemory
 from lightning_memopt.core.tensor_holders import Holding
 
 _LARGEST = 10
@@ -35,6 +40,8 @@ _MAX_ERROR = 240
 _MAX_COLLECTIONS = 5
 # What is so much smaller than the largest isn't worth a line.
 _LEAST_SHARE = 0.001
+_NOWHERE = FailurePlace(None, None, None, None)
+_Part = TypeVar("_Part")
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,7 @@ class Findings:
     """What was found out; sizes in bytes.
 
     Attributes:
-        error: What the error says, its first sentence.
+        error: What the error says, shortened.
         place: Where it was raised.
         backward: The operation and the module that backward had come to, `""` if unknown.
         failure: The figures that decide.
@@ -53,6 +60,7 @@ class Findings:
         recent: The last steps.
         collections: If memory grew, the attributes that hold many tensors: bytes and description,
             what holds graphs first.
+        missing: What could not be found out, and why.
     """
 
     error: str
@@ -65,6 +73,7 @@ class Findings:
     processes: list[DeviceProcess]
     recent: RecentSteps
     collections: list[tuple[int, str]]
+    missing: list[str]
 
 
 def find_out(
@@ -92,58 +101,103 @@ def find_out(
         settings: More fields of `Failure`.
     """
     error = out_of_memory_in(exception) or exception
-    place = failure_place(exception, model)
-    state = _state(device, snapshot, requested_bytes(error))
-    memory = RunMemory(device, model, optimizers, local_variable(exception, "batch"))
-    in_blocks, largest_block = _in_blocks(model, memory)
+    requested = requested_bytes(error)
+    parts = _Parts()
+    place = parts.take("place", lambda: failure_place(exception, model), _NOWHERE)
+    batch = parts.take("batch", lambda: local_variable(exception, "batch", _holds_tensors), None)
+    if place.phase == MOVING and batch is not None:
+        recent.begin_batch(batch, recent.kind)  # it didn't come as far as training
+    index = device.index or 0
+    state = parts.take(
+        "allocator",
+        lambda: None if snapshot is None else allocator_state(snapshot, index, requested),
+        None,
+    )
+    memory = parts.take(
+        "what holds memory", lambda: RunMemory(device, model, optimizers, batch), None
+    )
+    grown, rate = recent.growth()
+    figures = _figures(device, state, requested, recent)
+    settings |= {"grown": grown, "growth_rate": rate}
+    held: dict[str, int] = {}
+    if memory is not None:
+        held = dict(memory.sizes)
+        in_blocks, largest = parts.take("blocks", lambda: _in_blocks(model, memory), (0, 0))
+        settings |= {
+            "activations": memory.kept.total_bytes,
+            "float32_activations": memory.float32_activations,
+            "parameters": memory.sizes[PARAMETERS],
+            "in_blocks": in_blocks,
+            "largest_block": largest,
+        }
+    return Findings(
+        error=textwrap.shorten(str(error), _MAX_ERROR, placeholder=" ...") or type(error).__name__,
+        place=place,
+        backward="" if memory is None else _backward(memory, state),
+        failure=Failure(phase=place.phase, **figures, **settings),
+        held=held | {"other": max(0, figures["allocated"] - sum(held.values()))},
+        activations=[] if memory is None else memory.kept.by_module(),
+        largest=parts.take("largest allocations", lambda: _largest(state, memory), []),
+        processes=parts.take("processes", lambda: processes_on(device), []),
+        recent=recent,
+        collections=parts.take(
+            "who grows", lambda: _collections(find_holders()) if grown else [], []
+        ),
+        missing=parts.missing,
+    )
+
+
+class _Parts:
+    """Takes the parts of a page one by one: one that fails doesn't take the others with it."""
+
+    def __init__(self) -> None:
+        self.missing: list[str] = []
+
+    def take(self, name: str, find: Callable[[], _Part], default: _Part) -> _Part:
+        try:
+            return find()
+        except Exception as error:
+            self.missing.append(f"{name}: {type(error).__name__}: {error}".partition("\n")[0])
+            return default
+
+
+def _figures(
+    device: torch.device, state: AllocatorState | None, requested: int | None, recent: RecentSteps
+) -> dict[str, Any]:
+    """Return the fields of `Failure` that are known without looking at tensors."""
     reading = read_memory(device)
     is_cpu = device.type == "cpu"
     # A process on a CPU is what is resident: what malloc holds beside it can't be told apart.
     allocated = reading.reserved if is_cpu else reading.allocated
-    reserved, requested, free = reading.reserved, requested_bytes(error), None
+    reserved, free = reading.reserved, None
     if state is not None:
         allocated, reserved, free = state.allocated, state.reserved, state.free
         requested = state.requested or requested
     total, used = reading.device_total, reading.device_used
     if free is None and total is not None and used is not None:
         free = total - used
-    growth = find_growth((record.step, record.allocated) for record in recent.steps)
     last = recent.steps[-1].allocated if recent.steps else allocated
-    failure = Failure(
-        phase=place.phase,
-        requested=requested,
-        limit=limit_bytes(device),
-        total=total,
-        allocated=allocated,
-        reserved=reserved,
-        others=max(0, (total or 0) - reserved - (free or 0)),
-        free=free,
-        activations=memory.kept.total_bytes,
-        float32_activations=memory.float32_activations,
-        in_blocks=in_blocks,
-        largest_block=largest_block,
-        parameters=memory.sizes["parameters"],
-        evaluated=max(0, allocated - last),
-        batch=recent.elements,
-        usual_batch=recent.usual_elements(),
-        largest_batch=recent.largest_elements(),
-        grown=0 if growth is None else growth.grown_bytes,
-        growth_rate=0.0 if growth is None else growth.bytes_per_step,
-        is_cpu=is_cpu,
-        **settings,
-    )
-    return Findings(
-        error=textwrap.shorten(str(error), _MAX_ERROR, placeholder=" ...") or type(error).__name__,
-        place=place,
-        backward=_backward(memory, state),
-        failure=failure,
-        held=memory.sizes | {"other": max(0, allocated - sum(memory.sizes.values()))},
-        activations=memory.kept.by_module(),
-        largest=_largest(state, memory),
-        processes=processes_on(device),
-        recent=recent,
-        collections=[] if growth is None else _collections(find_holders()),
-    )
+    return {
+        "requested": requested,
+        "limit": limit_bytes(device),
+        "total": total,
+        "allocated": allocated,
+        "reserved": reserved,
+        "others": max(0, (total or 0) - reserved - (free or 0)),
+        "free": free,
+        "evaluated": max(0, allocated - last),
+        "batch": recent.elements,
+        "usual_batch": recent.usual_elements(),
+        "largest_batch": recent.largest_elements(),
+        "is_cpu": is_cpu,
+    }
+
+
+def _holds_tensors(value: Any) -> bool:
+    try:
+        return bool(tensors_of(value))
+    except Exception:  # whatever it is, it isn't a batch that can be read
+        return False
 
 
 def _backward(memory: RunMemory, state: AllocatorState | None) -> str:
@@ -170,12 +224,6 @@ def _collections(holders: Mapping[str, Holding]) -> list[tuple[int, str]]:
     ]
 
 
-def _state(
-    device: torch.device, snapshot: Snapshot | None, requested: int | None
-) -> AllocatorState | None:
-    return None if snapshot is None else allocator_state(snapshot, device.index or 0, requested)
-
-
 def _in_blocks(model: nn.Module, memory: RunMemory) -> tuple[int, int]:
     """Return the bytes kept within the blocks that checkpointing would choose, and the largest."""
     try:
@@ -184,13 +232,15 @@ def _in_blocks(model: nn.Module, memory: RunMemory) -> tuple[int, int]:
         return 0, 0
     sizes = dict.fromkeys(blocks, 0)
     for kept in memory.kept.storages:
-        for block in blocks:
-            if f"{kept.module}.".startswith(f"{block}."):
+        names = kept.module.split(".")
+        for depth in range(1, len(names) + 1):
+            block = ".".join(names[:depth])
+            if block in sizes:
                 sizes[block] += kept.size
     return sum(sizes.values()), max(sizes.values(), default=0)
 
 
-def _largest(state: AllocatorState | None, memory: RunMemory) -> list[tuple[int, str]]:
+def _largest(state: AllocatorState | None, memory: RunMemory | None) -> list[tuple[int, str]]:
     if state is not None and any(block.stack for block in state.blocks):
         rows = [
             (
@@ -198,11 +248,11 @@ def _largest(state: AllocatorState | None, memory: RunMemory) -> list[tuple[int,
                 f"{row.count:,}{f', {row.kind},' if row.kind else ''} from "
                 f"{row.line or 'before the record began, or backward'}",
             )
-            for row in allocations_by_line(state.blocks, memory.kinds)
+            for row in allocations_by_line(state.blocks, {} if memory is None else memory.kinds)
         ]
     else:
         rows = [
             (group.size, f"{group.count:,} of {list(group.shape)} {group.dtype}")
-            for group in memory.tensors_by_shape()
+            for group in (() if memory is None else memory.tensors_by_shape())
         ]
     return [row for row in rows[:_LARGEST] if row[0] >= _LEAST_SHARE * rows[0][0]]

@@ -23,7 +23,7 @@ def report_text(findings: Findings, where: str, machine: str, files: Iterable[st
 
     Args:
         findings: What was found out.
-        where: Step, epoch, batch and rank, in words.
+        where: Step, epoch and rank, in words.
         machine: Device and versions, in words.
         files: What else was written.
     """
@@ -47,6 +47,7 @@ def report_text(findings: Findings, where: str, machine: str, files: Iterable[st
             "",
             *_advice(findings),
             "",
+            *(f"Not found out, {each}" for each in findings.missing),
             *files,
             "",
         ]

@@ -5,9 +5,19 @@ from __future__ import annotations
 import statistics
 from collections import Counter, deque
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from lightning_memopt.core.batches import count_elements, tensors_of
+from lightning_memopt.core.growth import Growth, GrowthWatch
+
+_MAX_SHAPES = 6
+# A growth that was judged so many steps ago may have ended since.
+_MAX_AGE = 25
+# The optimizer's state comes with the first.
+_WARM_UP_STEPS = 2
+# So many steps of nothing but growth tell, where memory doesn't last for the leak watch.
+_FAST_STEPS = 10
 
 
 @dataclass(frozen=True)
@@ -35,26 +45,60 @@ class RecentSteps:
         steps: The steps, oldest first.
         batch: Shapes of the batch at hand, `""` before the first.
         elements: Its elements.
+        kind: Its kind.
     """
 
     def __init__(self, count: int) -> None:
         self.steps: deque[StepRecord] = deque(maxlen=count)
         self.batch = ""
         self.elements: int | None = None
-        self._kind = ""
+        self.kind = ""
         self._before: dict[str, deque[tuple[str, int]]] = {}
         self._count = count
+        self._watch = GrowthWatch()
+        self._growth: Growth | None = None
+        self._ended = self._first = 0
 
     def begin_batch(self, batch: Any, kind: str) -> None:
-        """Take a new batch; those of one kind (training, validation) are compared."""
+        """Take a new batch; those of one kind (training, validation) are compared.
+
+        What can't be read is left out.
+        """
         if self.elements is not None:
-            earlier = self._before.setdefault(self._kind, deque(maxlen=self._count))
+            earlier = self._before.setdefault(self.kind, deque(maxlen=self._count))
             earlier.append((self.batch, self.elements))
-        self.batch, self.elements, self._kind = shapes_of(batch), count_elements(batch), kind
+        self.kind = kind
+        try:
+            self.batch, self.elements = shapes_of(batch), count_elements(batch)
+        except Exception:  # the run is not to end by that
+            self.batch, self.elements = "", None
 
     def end_step(self, step: int, allocated: int, peak: int) -> None:
         """Take the memory of a step that has ended."""
         self.steps.append(StepRecord(step, allocated, peak))
+        self._ended += 1
+        if self._ended <= _WARM_UP_STEPS:
+            self._first = allocated
+        self._growth = self._watch.add(step, allocated) or self._growth
+
+    def growth(self) -> tuple[int, float]:
+        """Return the bytes that memory has grown by since the start, and in a step; or zeros.
+
+        It is zero unless the growth was steady to the end, as the leak watch judges it, or memory
+        has only grown in each of the last steps.
+        """
+        if not self.steps:
+            return 0, 0.0
+        last = self.steps[-1]
+        if self._growth is not None and last.step - self._growth.until_step <= _MAX_AGE:
+            rate = self._growth.bytes_per_step
+        else:
+            recent = list(self.steps)[-_FAST_STEPS:]
+            rises = [after.allocated - before.allocated for before, after in pairwise(recent)]
+            if len(recent) < _FAST_STEPS or min(rises) <= 0:
+                return 0, 0.0
+            rate = sum(rises) / len(rises)
+        return max(0, last.allocated - self._first), rate
 
     def usual_batch(self) -> str:
         """Return the most frequent shapes among the batches before, `""` if there were none."""
@@ -71,7 +115,7 @@ class RecentSteps:
         return max((elements for _, elements in self._earlier()), default=None)
 
     def _earlier(self) -> deque[tuple[str, int]]:
-        return self._before.get(self._kind, deque())
+        return self._before.get(self.kind, deque())
 
 
 def shapes_of(batch: Any) -> str:
@@ -88,6 +132,3 @@ def shapes_of(batch: Any) -> str:
     )
     words = [shape if count == 1 else f"{count} x {shape}" for shape, count in counts.items()]
     return ", ".join(words[:_MAX_SHAPES]) + (", ..." if len(words) > _MAX_SHAPES else "")
-
-
-_MAX_SHAPES = 6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,9 +74,9 @@ class RunMemory:
         self._count(OPTIMIZER_STATE, (tensor for each in states for tensor in tensors_in(each)))
         self._count(BUFFERS, model.buffers())
         self._count(BATCH, tensors_of(batch))
-        with_graph = [tensor for tensor in self._live if tensor.grad_fn is not None]
-        on_device = [tensor for tensor in with_graph if self._is_here(tensor)]
-        self.kept = KeptForBackward(model, on_device, self.kinds)
+        with_graph = [tensor for tensor in self._live if _has_graph(tensor)]
+        here = [tensor for tensor in with_graph if self._storage(tensor) is not None]
+        self.kept = KeptForBackward(model, here, self.kinds)
         self.kinds |= {each.address: ACTIVATIONS for each in self.kept.storages}
         self.sizes[ACTIVATIONS] = self.kept.total_bytes
         self.float32_activations = sum(
@@ -87,11 +88,12 @@ class RunMemory:
         groups: dict[tuple[tuple[int, ...], torch.dtype], list[int]] = {}
         seen: set[int] = set()
         for tensor in self._live:
-            storage = storage_of(tensor) if self._is_here(tensor) else None
+            storage = self._storage(tensor)
             if storage is not None and storage.data_ptr() not in seen:
                 seen.add(storage.data_ptr())
-                group = groups.setdefault((tuple(tensor.shape), tensor.dtype), [])
-                group.append(storage.nbytes())
+                with suppress(RuntimeError):  # a nested tensor has no shape
+                    group = groups.setdefault((tuple(tensor.shape), tensor.dtype), [])
+                    group.append(storage.nbytes())
         found = [
             TensorGroup(shape, dtype, len(group), sum(group))
             for (shape, dtype), group in groups.items()
@@ -101,17 +103,26 @@ class RunMemory:
     def _count(self, kind: str, tensors: Iterable[Tensor]) -> None:
         total = 0
         for tensor in tensors:
-            storage = storage_of(tensor) if self._is_here(tensor) else None
+            storage = self._storage(tensor)
             if storage is not None and storage.data_ptr() not in self.kinds:
                 self.kinds[storage.data_ptr()] = kind
                 total += storage.nbytes()
         self.sizes[kind] = total
 
-    def _is_here(self, tensor: Tensor) -> bool:
-        device = tensor.device
-        return device.type == self._device.type and (
-            device.type == "cpu" or device.index == self._device.index
-        )
+    def _storage(self, tensor: Tensor) -> torch.UntypedStorage | None:
+        """Return the storage of a tensor if it is on the device."""
+        storage = storage_of(tensor)
+        if storage is None or storage.device.type != self._device.type:
+            return None
+        is_here = self._device.type == "cpu" or storage.device.index == self._device.index
+        return storage if is_here else None
+
+
+def _has_graph(tensor: Tensor) -> bool:
+    try:
+        return tensor.grad_fn is not None
+    except Exception:  # a view that was changed in place, or a class that has its own mind
+        return False
 
 
 def _live_tensors() -> Iterator[Tensor]:

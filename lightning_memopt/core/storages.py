@@ -11,12 +11,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
     """Return the storage of a tensor, `None` where it has none with an address."""
-    local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor, what this rank has
     try:
+        local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor, what this rank has
         storage: torch.UntypedStorage = local.untyped_storage()
         # A fake tensor has a device, its storage has not.
         return storage if storage.device.type != "meta" and storage.data_ptr() else None
-    except (RuntimeError, NotImplementedError):  # sparse, or only traced
+    except Exception:  # sparse, not made yet, only traced, or of a class that has its own mind
         return None
 
 

@@ -444,7 +444,7 @@ def test_a_run_goes_on_as_without_it_after_a_failure(tmp_path: Path) -> None:
     ("arguments", "error", "text"),
     [
         ({"dirpath": 3}, TypeError, "`dirpath` must be a path or `None`, got 3"),
-        ({"dirpath": ""}, ValueError, "`dirpath` must be a path or `None`, got ''"),
+        ({"dirpath": ""}, ValueError, "`dirpath` must be a path on this machine or `None`, got ''"),
         ({"max_entries": 0}, ValueError, "`max_entries` must be at least 1"),
         ({"max_entries": "many"}, TypeError, "`max_entries` must be an `int`"),
     ],

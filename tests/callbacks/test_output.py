@@ -27,6 +27,7 @@ def test_a_directory_of_the_users_is_taken_as_it_is(tmp_path: Path) -> None:
     trainer = make_trainer(default_root_dir=tmp_path)
     assert output_directory(trainer, "mine", "oom") == Path("mine")
     assert output_directory(trainer, tmp_path, "oom") == tmp_path
+    assert output_directory(trainer, "~/mine", "oom") == Path.home() / "mine"
 
 
 def test_files_of_a_run_that_is_logged_elsewhere_are_local() -> None:

@@ -15,6 +15,14 @@ TEXTS = [
     "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
     "CUDA error: CUSPARSE_STATUS_ALLOC_FAILED when calling `cusparseCreate(handle)`",
     "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`",
+    "CUDA driver error: out of memory",
+    "NCCL error: unhandled cuda error. Last error: Cuda failure 2 'out of memory'",
+    "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
+    "cuFFT error: CUFFT_ALLOC_FAILED",
+    "std::bad_alloc",
+    "unable to mmap 4096 bytes from file </torch_1>: Cannot allocate memory (12)",
+    "Caught MemoryError in DataLoader worker process 0.",
     "[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory: you tried",
     "[enforce fail at alloc_cpu.cpp:114] data. DefaultCPUAllocator: not enough memory: you tried",
 ]
@@ -26,6 +34,8 @@ OTHERS = [
     ValueError("CUDA out of memory."),  # whoever says so by another type quotes it
     KeyError("out of memory"),
     KeyboardInterrupt(),
+    OSError(2, "No such file or directory"),
+    RuntimeError("Caught RuntimeError in DataLoader worker process 0.\nMemoryError is no word"),
 ]
 
 
@@ -39,7 +49,9 @@ def test_a_wording_of_a_library_is_recognised(text):
     assert is_out_of_memory(RuntimeError(text))
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("any text"), MemoryError()], ids=repr)
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("any text"), MemoryError(), OSError(12, "x")], ids=repr
+)
 def test_the_types_are_recognised_whatever_they_say(error):
     assert is_out_of_memory(error)
 
