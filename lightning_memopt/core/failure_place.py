@@ -113,7 +113,9 @@ def failure_place(exception: BaseException, model: nn.Module) -> FailurePlace:
         if function in _STEPS and not step and _local(frame, "self") is model:
             step = function  # that it calls another is its own business
             phase = _STEPS[function]
-        elif function in _PHASES and _package_of(frame.f_code.co_filename) in _PLUMBING:
+        elif function in _PHASES and (
+            _package_of(frame.f_code.co_filename) in _PLUMBING or _local(frame, "self") is model
+        ):
             phase = _PHASES[function]
         elif function == "step" and _is_a(_local(frame, "self"), Optimizer):
             phase = _OPTIMIZER_STEP
@@ -179,7 +181,7 @@ def local_variable(exception: BaseException, name: str, is_it: Callable[[Any], b
         is_it: Whether a value is what is looked for.
     """
     for frame, _ in reversed(list(_lines_of(exception))):
-        if name in frame.f_code.co_varnames and is_it(value := _local(frame, name)):
+        if is_it(value := _local(frame, name)):
             return value
     return None
 
@@ -190,10 +192,10 @@ def _is_a(thing: object, kind: type) -> bool:
 
 
 def _local(frame: FrameType, name: str) -> Any:
-    """Return a local variable.
+    """Return a local variable, `None` where the function has none of that name itself.
 
     Python before 3.13 leaves a copy of all of a frame's variables on the frame: one that has the
     exception among them would keep it alive, and all that its traceback holds. So only frames that
     are known to have what is wanted are asked.
     """
-    return frame.f_locals.get(name)
+    return frame.f_locals.get(name) if name in frame.f_code.co_varnames else None

@@ -13,9 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_memopt.core.allocator_state import (
     AllocatorState,
-    allocations_by_line,
     allocator_state,
-    line_of,
 )
 from lightning_memopt.core.batches import tensors_of
 from lightning_memopt.core.device_processes import DeviceProcess, processes_on
@@ -31,15 +29,12 @@ from lightning_memopt.core.memory_history import Snapshot
 from lightning_memopt.core.memory_limits import limit_bytes
 from lightning_memopt.core.oom import out_of_memory_in, requested_bytes
 from lightning_memopt.core.oom_diagnosis import Failure
+from lightning_memopt.core.oom_rows import backward_place, holder_rows, largest_rows
 from lightning_memopt.core.recent_steps import RecentSteps
 from lightning_memopt.core.run_memory import PARAMETERS, RunMemory
 from lightning_memopt.core.tensor_holders import Holding
 
-_LARGEST = 10
 _MAX_ERROR = 240
-_MAX_COLLECTIONS = 5
-# What is so much smaller than the largest isn't worth a line.
-_LEAST_SHARE = 0.001
 _NOWHERE = FailurePlace(None, None, None, None)
 _Part = TypeVar("_Part")
 
@@ -133,15 +128,15 @@ def find_out(
     return Findings(
         error=textwrap.shorten(str(error), _MAX_ERROR, placeholder=" ...") or type(error).__name__,
         place=place,
-        backward="" if memory is None else _backward(memory, state),
+        backward="" if memory is None else backward_place(memory, state),
         failure=Failure(phase=place.phase, **figures, **settings),
         held=held | {"other": max(0, figures["allocated"] - sum(held.values()))},
         activations=[] if memory is None else memory.kept.by_module(),
-        largest=parts.take("largest allocations", lambda: _largest(state, memory), []),
+        largest=parts.take("largest allocations", lambda: largest_rows(state, memory), []),
         processes=parts.take("processes", lambda: processes_on(device), []),
         recent=recent,
         collections=parts.take(
-            "who grows", lambda: _collections(find_holders()) if grown else [], []
+            "who grows", lambda: holder_rows(find_holders()) if grown else [], []
         ),
         missing=parts.missing,
     )
@@ -200,30 +195,6 @@ def _holds_tensors(value: Any) -> bool:
         return False
 
 
-def _backward(memory: RunMemory, state: AllocatorState | None) -> str:
-    position = memory.kept.position
-    if position is None:
-        return ""
-    # Backward runs without Python's stack: the line is that of the forward.
-    blocks = [] if state is None else state.blocks
-    stacks = (block.stack for block in blocks if block.address in position.inputs)
-    line = next((line for stack in stacks if (line := line_of(stack)) is not None), None)
-    made = "" if line is None else f", whose inputs were made in {line}"
-    return f"{position.operation} of `{position.module}`{made}"
-
-
-def _collections(holders: Mapping[str, Holding]) -> list[tuple[int, str]]:
-    found = [(name, each) for name, each in holders.items() if each.tensors > 1 or each.with_graph]
-    found.sort(key=lambda item: (item[1].graph_nodes > 0, item[1].bytes), reverse=True)
-    return [
-        (
-            each.bytes,
-            f"in `{name}`, {each.kind} of {each.tensors:,}, {each.with_graph:,} with a graph",
-        )
-        for name, each in found[:_MAX_COLLECTIONS]
-    ]
-
-
 def _in_blocks(model: nn.Module, memory: RunMemory) -> tuple[int, int]:
     """Return the bytes kept within the blocks that checkpointing would choose, and the largest."""
     try:
@@ -238,21 +209,3 @@ def _in_blocks(model: nn.Module, memory: RunMemory) -> tuple[int, int]:
             if block in sizes:
                 sizes[block] += kept.size
     return sum(sizes.values()), max(sizes.values(), default=0)
-
-
-def _largest(state: AllocatorState | None, memory: RunMemory | None) -> list[tuple[int, str]]:
-    if state is not None and any(block.stack for block in state.blocks):
-        rows = [
-            (
-                row.size,
-                f"{row.count:,}{f', {row.kind},' if row.kind else ''} from "
-                f"{row.line or 'before the record began, or backward'}",
-            )
-            for row in allocations_by_line(state.blocks, {} if memory is None else memory.kinds)
-        ]
-    else:
-        rows = [
-            (group.size, f"{group.count:,} of {list(group.shape)} {group.dtype}")
-            for group in (() if memory is None else memory.tensors_by_shape())
-        ]
-    return [row for row in rows[:_LARGEST] if row[0] >= _LEAST_SHARE * rows[0][0]]

@@ -211,7 +211,7 @@ def test_arguments_are_stored_under_their_names_and_nothing_else_is_done(name: s
 
 @EVERY
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", ["before", "during", "after"])
 def test_a_copy_of_a_callback_trains_as_the_original(
     name: str, copied: Callable[[Any], Any], when: str
 ) -> None:
@@ -219,9 +219,12 @@ def test_a_copy_of_a_callback_trains_as_the_original(
     arguments = {
         key: getattr(callback, key) for key in inspect.signature(type(callback)).parameters
     }
-    twin = copied(callback) if when == "before" else None
-    fit(model, callback)
-    twin = twin or copied(callback)
+    twins = [copied(callback)] if when == "before" else []
+    moment = At(3, lambda *_: twins.append(copied(callback)))
+    fit(model, callback, *([moment] if when == "during" else []))
+    if when == "after":
+        twins.append(copied(callback))
+    (twin,) = twins
     assert type(twin) is type(callback)
     assert {key: getattr(twin, key) for key in arguments} == arguments
     again = build()

@@ -112,3 +112,22 @@ def test_a_node_is_freed_once_backward_has_been_through_it():
     assert is_freed(nodes["SinBackward0"])
     assert not is_freed(nodes["ExpBackward0"])
     assert not is_freed(nodes["SumBackward0"])  # which kept nothing
+
+
+def test_a_function_of_the_users_own_is_known_to_be_freed():
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            (x,) = ctx.saved_tensors
+            return 2 * x * grad
+
+    y = Square.apply(torch.ones(10, requires_grad=True).neg())
+    assert not is_freed(y.grad_fn)
+    y.sum().backward()
+    assert is_freed(y.grad_fn)
+    assert list(saved_tensors(y.grad_fn)) == []

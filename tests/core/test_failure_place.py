@@ -48,7 +48,8 @@ class Model(nn.Module):
     def training_step(self, batch):
         return self.net(batch).sum()
 
-    validation_step = training_step
+    def validation_step(self, batch):
+        return self.net(batch)
 
 
 def failed(action):
@@ -102,13 +103,34 @@ def test_an_optimizers_step_is_told_from_the_closure_within():
 
 def test_a_validation_is_told_by_the_name_of_its_method():
     model = Model(Refusing())
+    error = failed(lambda: model.validation_step(torch.ones(2)))
+    assert failure_place(error, model).phase == "validation"
 
-    def validation_step(batch):
-        return model.net(batch)
 
-    assert failure_place(failed(lambda: validation_step(torch.ones(2))), model).phase == (
-        "validation"
-    )
+def test_what_a_step_calls_for_itself_has_no_say():
+    class Calling(Model):
+        def training_step(self, batch):
+            def backward():
+                return self.validation_step(batch)
+
+            return backward()
+
+    model = Calling(Refusing())
+    assert failure_place(failed(functools.partial(forward, model)), model).phase == "forward"
+
+
+def test_a_checkpoint_that_is_loaded_is_told():
+    model = Model(nn.Identity())
+    error = failed(lambda: model.load_state_dict({"unknown": torch.ones(1)}))
+    assert failure_place(error, model).phase == "loading a checkpoint"
+
+
+def test_causes_in_a_circle_are_gone_through_once():
+    model = Model(Refusing())
+    error = failed(functools.partial(forward, model))
+    error.__cause__ = RuntimeError("other")
+    error.__cause__.__cause__ = error
+    assert failure_place(error, model).phase == "forward"
 
 
 def test_an_error_that_was_raised_again_is_found_where_it_was_first():
@@ -168,8 +190,9 @@ def test_the_users_files_are_told_from_plumbing(file, is_own, is_plumbing):
 def test_a_local_variable_is_the_innermost_of_its_name():
     batch = torch.ones(2)
     error = failed(lambda: forward(Model(Refusing()), batch))
-    assert local_variable(error, "batch") is batch
-    assert local_variable(error, "not_there") is None
+    assert local_variable(error, "batch", torch.is_tensor) is batch
+    assert local_variable(error, "batch", lambda value: isinstance(value, str)) is None
+    assert local_variable(error, "not_there", torch.is_tensor) is None
 
 
 def test_nothing_is_told_of_an_error_that_was_never_raised():

@@ -57,6 +57,7 @@ def test_each_kind_is_told_by_its_figures(failure, kind, figure):
         replace(UNUSUAL, batch=1150),  # within what was usual
         replace(UNUSUAL, batch=1400, largest_batch=1400),  # no larger than one before it
         replace(GROWN, grown=GIB),  # less than was asked for
+        replace(CROWDED, others=3.9 * GIB, total=80 * GIB),  # a driver's own
         replace(CROWDED, others=3 * GIB, reserved=77 * GIB, allocated=76 * GIB),
         replace(CROWDED, free=3 * GIB, others=56 * GIB),  # there was enough beside the others
         replace(CROWDED, limit=21 * GIB),  # its own share, not the others
@@ -93,6 +94,17 @@ def test_a_batch_is_cut_in_as_many_parts_as_make_room():
     (advice,) = (each for each in advice_on(needy) if "AutoAccumulation" in each.action)
     assert "in 4 parts" in advice.action
     assert advice.saves == 45 * GIB
+
+
+def test_where_no_number_of_parts_is_enough_two_are_a_start():
+    hopeless = replace(STEADY, activations=GIB)
+    (advice,) = (each for each in advice_on(hopeless) if "AutoAccumulation" in each.action)
+    assert "in 2 parts" in advice.action
+
+
+def test_growth_of_a_tenth_of_what_is_in_use_is_enough():
+    assert likely_kind(replace(GROWN, grown=8 * GIB, requested=20 * GIB))[0] == "growth over time"
+    assert likely_kind(replace(GROWN, grown=7 * GIB, requested=20 * GIB))[0] != "growth over time"
 
 
 def test_what_is_in_use_already_is_not_advised():
