@@ -12,8 +12,8 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.optim import Optimizer
 
 from lightning_memopt.callbacks._base import callbacks_of
+from lightning_memopt.core.object_parts import attributes_of, is_foreign
 from lightning_memopt.core.tensor_holders import Holding, find_holders
-from lightning_memopt.core.tensor_search import is_foreign
 
 _SKIPPED = (pl.Trainer, Strategy, Optimizer)
 
@@ -24,7 +24,8 @@ def holders_of(trainer: pl.Trainer) -> dict[str, Holding]:
     parts: list[Any] = [*callbacks_of(trainer), *trainer.loggers]
     datamodule = getattr(trainer, "datamodule", None)
     loaders = CombinedLoader(trainer.train_dataloader).flattened
-    datasets = [getattr(loader, "dataset", None) for loader in loaders]
+    # Not by `getattr`: a property may do anything.
+    datasets = [attributes_of(loader).get("dataset") for loader in loaders]
     named = [("model", model), *((type(part).__name__, part) for part in parts)]
     named += [("datamodule", datamodule), *(("dataset", dataset) for dataset in datasets)]
     roots: dict[str, object] = {}

@@ -68,7 +68,7 @@ def describe_census(change: CensusChange | None, since: int, step: int) -> str:
     shape = "x".join(map(str, change.shape)) or "scalar"
     text = (
         f"No attribute holds it: since step {since} there are {change.more_tensors} tensors more, "
-        f"most of them {change.dtype} of shape {shape}"
+        f"most of their bytes in {change.dtype} of shape {shape}"
     )
     if change.old_with_graph:
         text += f", and {change.old_with_graph} have a graph older than {step - since} steps"
@@ -78,9 +78,9 @@ def describe_census(change: CensusChange | None, since: int, step: int) -> str:
 
 
 def _describe(holder: GrownHolder, callbacks: Sequence[str]) -> str:
-    now, (name, _, file) = holder.now, holder.name.partition(" of ")
-    if file:
-        label = f"global `{name}` of {file}"
+    now, name = holder.now, holder.name
+    if now.file:
+        label = f"global `{name.removesuffix(f' of {now.file}')}` of {now.file}"
     elif now.is_metric:
         label = f"metric `{name}`"
     else:

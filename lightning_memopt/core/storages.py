@@ -16,7 +16,7 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
         storage: torch.UntypedStorage = local.untyped_storage()
         # A fake tensor has a device, its storage has not.
         return storage if storage.device.type != "meta" and storage.data_ptr() else None
-    except Exception:  # sparse, not made yet, only traced, or of a class that has its own mind
+    except Exception:  # sparse, only traced, not initialized, or of a class that forbids it
         return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import sys
 import weakref
 from collections import Counter, deque
@@ -13,9 +14,13 @@ from pathlib import Path
 from types import CellType, FunctionType
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from lightning_memopt.core.object_parts import dict_of, name_of_key
 from lightning_memopt.core.storages import storage_of
+from lightning_memopt.core.tensor_holders import TENSOR_BYTES
+from lightning_memopt.core.tensor_search import has_graph
 
 _MAX_NAMED = 3
 _SAMPLES = 4
@@ -43,7 +48,7 @@ class CensusChange:
 
     Attributes:
         more_tensors: How many tensors more.
-        shape: The shape of which most came.
+        shape: The shape of which most bytes came.
         dtype: Its dtype, as `"float32"`.
         old_with_graph: How many tensors that had a graph at the first census still have it.
         holders: Names of the containers that became longer, as far as they can be told.
@@ -70,10 +75,11 @@ def take_census() -> TensorCensus:
     for thing in gc.get_objects():
         kind = type(thing)
         if issubclass(kind, Tensor):
-            if storage_of(thing) is None:
-                continue  # only traced: it takes no memory, and its shape may be a symbol
-            shapes[tuple(thing.shape), str(thing.dtype).removeprefix("torch.")] += 1
-            if thing.grad_fn is not None:
+            shape = _shape_of(thing)
+            if shape is None:
+                continue
+            shapes[shape] += 1
+            if has_graph(thing):
                 with_graph.append(weakref.ref(thing))
         elif kind in (list, dict, deque) and _holds_tensors(thing):
             lengths[id(thing)] = len(thing)
@@ -90,10 +96,26 @@ def compare_census(before: TensorCensus) -> CensusChange | None:
     count = now.shapes.total() - before.shapes.total()
     if count <= 0:
         return None
-    shape, dtype = (now.shapes - before.shapes).most_common(1)[0][0]
-    old = sum(1 for ref in before.with_graph if (x := ref()) is not None and x.grad_fn is not None)
+    more = now.shapes - before.shapes
+    shape, dtype = max(more, key=lambda each: more[each] * _bytes_of(each))
+    old = sum(1 for ref in before.with_graph if (x := ref()) is not None and has_graph(x))
     longer = {key for key, size in now.lengths.items() if size > before.lengths.get(key, size)}
     return CensusChange(count, shape, dtype, old, list(_names_of(longer))[:_MAX_NAMED])
+
+
+def _shape_of(tensor: Tensor) -> _Shape | None:
+    """Return shape and dtype; `None` for what takes no memory or has no shape of numbers."""
+    if storage_of(tensor) is None:
+        return None
+    try:
+        return tuple(map(int, tensor.shape)), str(tensor.dtype).removeprefix("torch.")
+    except Exception:  # nested, say
+        return None
+
+
+def _bytes_of(shape: _Shape) -> int:
+    sizes, dtype = shape
+    return max(TENSOR_BYTES, math.prod(sizes) * int(getattr(torch, dtype).itemsize))
 
 
 def _holds_tensors(container: Any, depth: int = 0) -> bool:
@@ -134,23 +156,16 @@ def _name_in(owner: Any, value: object) -> str | None:
                     return f"`{name}` in the closure of `{function.__qualname__}`"
         return None
     if kind is dict:
-        name = next((str(key) for key, held in list(owner.items()) if held is value), "?")
-        module = sys.modules.get(str(owner.get("__name__")))
+        name = next((name_of_key(key) for key, held in list(owner.items()) if held is value), "?")
+        module_name = owner.get("__name__")
+        module = sys.modules.get(module_name) if type(module_name) is str else None
         if module is not None and vars(module) is owner:
             return f"global `{name}` of {Path(getattr(module, '__file__', None) or '?').name}"
         for instance in gc.get_referrers(owner):
-            if _attributes(instance) is owner:
+            if dict_of(instance) is owner:
                 return f"`{type(instance).__name__}.{name}`"
         return None
-    for name, held in list((_attributes(owner) or {}).items()):
+    for name, held in list((dict_of(owner) or {}).items()):
         if held is value:
             return f"`{kind.__name__}.{name}`"
     return None
-
-
-def _attributes(owner: object) -> dict[str, Any] | None:
-    try:
-        found = object.__getattribute__(owner, "__dict__")
-    except AttributeError:
-        return None
-    return found if type(found) is dict else None

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from types import ModuleType
 
+import torch
+
 from lightning_memopt.core.autograd_graph import graph_nodes
-from lightning_memopt.core.tensor_search import TensorSearch
+from lightning_memopt.core.tensor_search import TensorSearch, TensorTally
 
 MAX_GRAPH_NODES = 50_000
 # What a tensor takes however small it is: the least block of CUDA's allocator, and about what its
 # objects take on a CPU.
 TENSOR_BYTES = 512
+_MAX_VISITS_AT_HAND = 1000
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,7 @@ class Holding:
         graph_nodes: Nodes of those graphs, counted to `MAX_GRAPH_NODES`.
         is_bounded: Whether the container drops the oldest by itself.
         is_metric: Whether it is a state of a metric.
+        file: Name of the file whose global it is in, or nothing.
     """
 
     kind: str
@@ -36,6 +41,7 @@ class Holding:
     graph_nodes: int = 0
     is_bounded: bool = False
     is_metric: bool = False
+    file: str = ""
 
 
 @dataclass(frozen=True)
@@ -71,7 +77,8 @@ def find_holders(
 
     Objects of the user's classes, modules, functions with what they close over, hooks and
     containers are followed; properties are not called, parameters are left out. What two attributes
-    share counts for the first.
+    share counts for the first. What can't be read is passed over, and the rest of a root that is
+    too large.
 
     Args:
         roots: Objects by the name their attributes' paths begin with.
@@ -90,21 +97,49 @@ def find_holders(
     """
     search = TensorSearch(skip)
     for name, root in roots.items():
-        search.look_into(name, root, 0)
+        with suppress(Exception):  # one odd object hides no other root
+            search.look_into(name, root)
     for module in modules:
-        search.look_into_globals(module)
-    return {
-        name: Holding(
-            tally.kind,
-            tally.tensors,
-            sum(tally.storages.values()),
-            len(tally.with_graph),
-            sum(1 for _ in graph_nodes(tally.with_graph, MAX_GRAPH_NODES)),
-            tally.is_bounded,
-            tally.is_metric,
-        )
-        for name, tally in search.tallies.items()
-    }
+        with suppress(Exception):
+            search.look_into_globals(module)
+    return {name: _holding(tally) for name, tally in search.tallies.items()}
+
+
+def bytes_at_hand(things: object, device: torch.device) -> int:
+    """Return the bytes of the storages that a batch, or what a step returned, has on a device.
+
+    Args:
+        things: Tensors in containers or objects; of very many the first are counted.
+        device: The device.
+
+    Example:
+        >>> import torch
+        >>> bytes_at_hand({"x": torch.zeros(8), "n": 1}, torch.device("cpu"))
+        32
+    """
+    try:
+        tally = TensorSearch((), _MAX_VISITS_AT_HAND).count([things])
+    except Exception:  # whatever it is
+        return 0
+    indexes = {device.index, None} if device.type == "cpu" else {device.index}
+    return sum(
+        size
+        for (place, _), size in tally.storages.items()
+        if place.type == device.type and place.index in indexes
+    )
+
+
+def _holding(tally: TensorTally) -> Holding:
+    return Holding(
+        tally.kind,
+        tally.tensors,
+        sum(tally.storages.values()),
+        len(tally.with_graph),
+        sum(1 for _ in graph_nodes(tally.with_graph, MAX_GRAPH_NODES)),
+        tally.is_bounded,
+        tally.is_metric,
+        tally.file,
+    )
 
 
 def grown_holders(before: Mapping[str, Holding], now: Mapping[str, Holding]) -> list[GrownHolder]:

@@ -322,7 +322,7 @@ def test_what_no_attribute_holds_is_told_by_shape_and_number(has_graph):
         self.hidden(weight * 2)
 
     text, _ = watched(Net(keep, hidden=Hidden()))
-    assert f"tensors more, most of them float32 of shape {ROWS}x{WIDTH}" in text
+    assert f"tensors more, most of their bytes in float32 of shape {ROWS}x{WIDTH}" in text
     assert ("have a graph older than" in text) is has_graph
     assert rate_in(text) == pytest.approx(OUTPUT, rel=0.2)
 

@@ -44,7 +44,7 @@ class Sharing:
 def search(name, root, skip=()):
     """Return how many tensors each path holds."""
     found = TensorSearch(skip)
-    found.look_into(name, root, 0)
+    found.look_into(name, root)
     return {path: tally.tensors for path, tally in found.tallies.items()}
 
 
@@ -94,7 +94,7 @@ def test_list_states_of_metrics_are_marked():
     for metric in (model.auroc, model.both):
         metric.update(torch.rand(4), torch.ones(4, dtype=torch.int))
     found = TensorSearch(())
-    found.look_into("model", model, 0)
+    found.look_into("model", model)
     names = {"model.auroc.preds", "model.auroc.target"}
     names |= {"model.both.one.preds", "model.both.one.target"}
     assert set(found.tallies) == names
@@ -104,7 +104,7 @@ def test_list_states_of_metrics_are_marked():
 def test_a_deque_with_a_limit_is_marked():
     found = TensorSearch(())
     kept = {"a": collections.deque(tensors(), maxlen=9), "b": collections.deque(tensors())}
-    found.look_into("x", Helper(**kept), 0)
+    found.look_into("x", Helper(**kept))
     assert {name: tally.is_bounded for name, tally in found.tallies.items()} == {
         "x.a": True,
         "x.b": False,
@@ -177,7 +177,7 @@ def test_types_to_skip_are_skipped():
 
 def test_a_long_list_of_numbers_is_passed_over_and_a_long_list_of_tensors_is_not():
     found = TensorSearch(())
-    found.look_into("x", Helper(numbers=list(range(100_000)), kept=tensors(1000)), 0)
+    found.look_into("x", Helper(numbers=list(range(100_000)), kept=tensors(1000)))
     assert found.tallies["x.kept"].tensors == 1000
     assert list(found.tallies) == ["x.kept"]
 
@@ -200,7 +200,7 @@ def test_storages_count_once_and_tensors_without_any_count_as_tensors():
     base = torch.ones(256)
     sparse = torch.ones(2, 2).to_sparse()
     found = TensorSearch(())
-    found.look_into("x", Helper(views=[base[:1], base[1:], base], sparse=[sparse]), 0)
+    found.look_into("x", Helper(views=[base[:1], base[1:], base], sparse=[sparse]))
     assert found.tallies["x.views"].tensors == 3
     assert list(found.tallies["x.views"].storages.values()) == [1024]
     assert found.tallies["x.sparse"].tensors == 1
