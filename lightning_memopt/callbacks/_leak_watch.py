@@ -6,9 +6,12 @@ import gc
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.utilities import CombinedLoader
 
 from lightning_memopt.callbacks._base import callbacks_of
 from lightning_memopt.callbacks._holders import holders_of
@@ -24,6 +27,7 @@ from lightning_memopt.core.tensor_census import TensorCensus, compare_census, ta
 from lightning_memopt.core.tensor_holders import (
     GrownHolder,
     Holding,
+    bytes_at_hand,
     grown_holders,
 )
 from lightning_memopt.core.units import format_bytes
@@ -40,10 +44,12 @@ _MIN_SHARE_OF_BLAMED = 0.25
 class LeakWatch:
     """Warns once a fit when memory at the same point of the step keeps growing.
 
-    A step costs a comparison. Once memory looks as if it grew, the first look at what holds tensors
-    is taken; when the growth is certain, the second tells what holds more. Looks become rarer, so
-    that a curve which looks like a leak time and again costs little. Garbage in cycles, which is
-    collected at each look, and a `deque` with a `maxlen` are no leak.
+    A step costs a look at its batch and outputs, and two comparisons: memory must grow with them
+    and without them, so that batches in ascending length are no leak. Once memory looks as if it
+    grew, the first look at what holds tensors is taken; when the growth is certain, the second
+    tells what holds more. Looks become rarer, so that a curve which looks like a leak time and
+    again costs little. Garbage in cycles, which is collected at each look, and a `deque` with a
+    `maxlen` are no leak.
 
     Args:
         device: The device whose memory is watched.
@@ -52,13 +58,23 @@ class LeakWatch:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._watch: GrowthWatch | None = GrowthWatch()
+        self._without_batches = GrowthWatch()
+        self._fetches_ahead: bool | None = None
         self._first: tuple[int, dict[str, Holding]] | None = None
         self._census: tuple[int, TensorCensus] | None = None
         self._offset = 0
         self._next_look, self._steps_between_looks = 0, MIN_STEPS
         self._next_judgement = self._least_steps = 0
 
-    def add(self, trainer: pl.Trainer, step: int, allocated: int, peak: int) -> None:
+    def add(
+        self,
+        trainer: pl.Trainer,
+        step: int,
+        allocated: int,
+        peak: int,
+        outputs: Any = None,
+        batch: Any = None,
+    ) -> None:
         """Take the figures of a step.
 
         Args:
@@ -66,13 +82,21 @@ class LeakWatch:
             step: The step.
             allocated: Bytes at its end.
             peak: Bytes at its peak.
+            outputs: What it returned.
+            batch: Its batch.
         """
-        watch = self._watch
+        watch, without = self._watch, self._without_batches
         if watch is None:
             return
-        growth = watch.add(step, allocated + self._offset)
+        allocated += self._offset
+        with_batches = watch.add(step, allocated)
+        growth = without.add(step, allocated - self._at_hand(trainer, outputs, batch))
+        if with_batches is None:
+            growth = None
+        is_suspicious = watch.is_suspicious and without.is_suspicious
         # What is being judged keeps its first look.
-        is_new = watch.is_suspicious and watch.growth is None and step >= self._next_look
+        is_judged = watch.growth is not None and without.growth is not None
+        is_new = is_suspicious and not is_judged and step >= self._next_look
         if growth is None and not is_new:
             return
         category: type[Warning] = MemoryGrowthWarning
@@ -86,6 +110,15 @@ class LeakWatch:
         if text is not None:
             self._watch = self._first = self._census = None
             warnings.warn(text, category, stacklevel=2)
+
+    def _at_hand(self, trainer: pl.Trainer, outputs: Any, batch: Any) -> int:
+        """Return the bytes of the batch and the outputs, which are alive when a step ends."""
+        at_hand = bytes_at_hand((outputs, batch), self._device)
+        if self._fetches_ahead is None:
+            self._fetches_ahead = self._device.type == "cpu" and not _is_sized(trainer)
+        if self._fetches_ahead:
+            at_hand += bytes_at_hand(batch, self._device)  # about what the next one has
+        return at_hand
 
     def _look(self, trainer: pl.Trainer, step: int) -> None:
         """Take the first look, and let garbage go that would go later and hide what grows."""
@@ -149,6 +182,15 @@ class LeakWatch:
 
     def _allocated(self) -> int:
         return memory_reader(self._device).read().allocated
+
+
+def _is_sized(trainer: pl.Trainer) -> bool:
+    """Return whether loaders tell their length; of others Lightning fetches a batch ahead."""
+    try:
+        loaders = CombinedLoader(trainer.train_dataloader).flattened
+        return all(sized_len(loader) is not None for loader in loaders)
+    except Exception:  # whatever the user's loaders do
+        return True
 
 
 def _are_to_blame(holders: list[GrownHolder], added: float) -> bool:

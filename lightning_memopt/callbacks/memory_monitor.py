@@ -139,7 +139,9 @@ class MemoryMonitor(SuiteCallback):
         self._saw_backward = True
         self._end_phase(trainer, "backward")
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, _: Any, outputs: Any = None, batch: Any = None, *__: Any
+    ) -> None:
         """End a step with the last batch of its window, and write its point."""
         if not self._in_step or not is_window_end(trainer):
             return
@@ -155,7 +157,7 @@ class MemoryMonitor(SuiteCallback):
         if self.phases:
             values |= {f"memory_phase/{name}_peak_gib": peak / GIB for name, peak in peaks.items()}
         self._writer.add(values, step)
-        self._leaks.add(trainer, step, memory.reading.allocated, peak)
+        self._leaks.add(trainer, step, memory.reading.allocated, peak, outputs, batch)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Compare the ranks' peaks of this epoch."""
