@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from types import ModuleType
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_memopt.core.autograd_graph import graph_nodes
+from lightning_memopt.core.object_parts import PLAIN
 from lightning_memopt.core.tensor_search import TensorSearch, TensorTally
 
 MAX_GRAPH_NODES = 50_000
@@ -105,7 +109,7 @@ def find_holders(
     return {name: _holding(tally) for name, tally in search.tallies.items()}
 
 
-def bytes_at_hand(things: object, device: torch.device) -> int:
+def bytes_at_hand(things: Any, device: torch.device) -> int:
     """Return the bytes of the storages that a batch, or what a step returned, has on a device.
 
     Args:
@@ -117,16 +121,31 @@ def bytes_at_hand(things: object, device: torch.device) -> int:
         >>> bytes_at_hand({"x": torch.zeros(8), "n": 1}, torch.device("cpu"))
         32
     """
-    try:
-        tally = TensorSearch((), _MAX_VISITS_AT_HAND).count([things])
-    except Exception:  # whatever it is
-        return 0
-    indexes = {device.index, None} if device.type == "cpu" else {device.index}
-    return sum(
-        size
-        for (place, _), size in tally.storages.items()
-        if place.type == device.type and place.index in indexes
-    )
+    sizes: dict[int, int] = {}
+    waiting, odd = [things], []
+    for _ in range(_MAX_VISITS_AT_HAND):
+        if not waiting:
+            break
+        value = waiting.pop()
+        kind = type(value)
+        try:  # plain ones by themselves: this is done every step, a search takes four times as long
+            if kind is Tensor:
+                if value.device == device:
+                    storage = value.untyped_storage()
+                    sizes[storage.data_ptr()] = storage.nbytes()
+            elif kind is list or kind is tuple:
+                waiting.extend(value[:_MAX_VISITS_AT_HAND])
+            elif kind is dict:
+                waiting.extend(islice(value.values(), _MAX_VISITS_AT_HAND))
+            elif not issubclass(kind, PLAIN):
+                odd.append(value)
+        except Exception:  # sparse, for one
+            continue
+    if odd:
+        with suppress(Exception):
+            found = TensorSearch((), _MAX_VISITS_AT_HAND).count(odd).storages
+            sizes |= {place: size for (on, place), size in found.items() if on == device}
+    return sum(sizes.values())
 
 
 def _holding(tally: TensorTally) -> Holding:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torchmetrics.classification import BinaryAUROC
 
 from lightning_memopt.callbacks import _leak_watch
@@ -420,6 +420,41 @@ class Resetting(Net):
         return loss
 
 
+class Sorted(Net):
+    """Has batches and outputs that become longer from step to step, as sorted data do."""
+
+    def __init__(self, has_length, batch=0, output=0, **kwargs):
+        super().__init__(**kwargs)
+        self.has_length, self.batch, self.output = has_length, batch, output
+
+    def train_dataloader(self):
+        lengths = Ascending(self.batch)
+        return DataLoader(lengths if self.has_length else Stream(lengths), batch_size=None)
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return {"loss": loss, "logits": torch.ones(ROWS + self.output * batch_idx, WIDTH)}
+
+
+class Ascending(Dataset):
+    def __init__(self, more):
+        self.more = more
+
+    def __len__(self):
+        return STEPS
+
+    def __getitem__(self, index):
+        return {"x": torch.ones(ROWS + self.more * index, WIDTH)}
+
+
+class Stream(IterableDataset):
+    def __init__(self, data):
+        self.data = data
+
+    def __iter__(self):
+        return (self.data[index] for index in range(STEPS))
+
+
 def make_garbage(self, output, loss, batch_idx):
     ring = [output.detach()]
     ring.append(ring)
@@ -428,6 +463,10 @@ def make_garbage(self, output, loss, batch_idx):
 CLEAN = {
     "nothing kept": lambda: ([Net()], {}),
     "variable lengths": lambda: ([Fluctuating(1, 2 * ROWS)], {}),
+    "batches in ascending length": lambda: ([Sorted(True, batch=40)], {}),
+    "a stream in ascending length": lambda: ([Sorted(False, batch=40)], {}),
+    "outputs in ascending length": lambda: ([Sorted(True, output=40)], {}),
+    "both in ascending length": lambda: ([Sorted(False, batch=40, output=40)], {}),
     "a buffer of several MiB": lambda: ([Fluctuating(1, 2000)], {}),
     "a cache filled in order": lambda: ([Net(remember(30), cache={})], {}),
     "a cache filled at random": lambda: ([Net(remember(24, seed=1), cache={})], {}),
@@ -460,6 +499,51 @@ def test_a_clean_loop_is_left_alone(name, monkeypatch):
     parts, kwargs = CLEAN[name]()
     fit(*parts, **kwargs)
     assert taken == list(range(STEPS))  # it was watched, and warnings are errors
+
+
+@pytest.mark.parametrize("has_length", [True, False])
+def test_a_leak_is_found_among_batches_in_ascending_length(has_length):
+    text, _ = watched(Sorted(has_length, batch=8, output=8, step=keep_outputs, kept=[]))
+    assert "`model.kept`" in text
+    assert rate_in(text) == pytest.approx(OUTPUT, rel=0.2)
+
+
+class Closed:
+    """A loader of its own kind, without a data set to look into."""
+
+    def __len__(self):
+        return STEPS
+
+    def __iter__(self):
+        return iter(torch.ones(STEPS, 1))
+
+    @property
+    def dataset(self):
+        raise RuntimeError("the data set is closed")
+
+
+class Serving(Net):
+    def train_dataloader(self):
+        return Closed()
+
+
+@pytest.mark.parametrize("make", [Serving, Net])
+def test_what_can_not_be_read_hides_no_leak(make):
+    text, _ = watched(make(keep_outputs, kept=[], unused=nn.UninitializedBuffer()))
+    assert "`model.kept` (list of" in text
+
+
+def test_a_large_data_set_hides_no_leak():
+    data = Ascending(0)
+    data.samples = [[object(), i] for i in range(300_000)]
+    data.more_samples = [[Hidden, torch.Size] for _ in range(10)]
+    model = Net(keep_globally)
+    model.train_dataloader = lambda: DataLoader(data, batch_size=None)
+    try:
+        text, _ = watched(model)
+    finally:
+        KEPT.clear()
+    assert "global `KEPT`" in text
 
 
 def test_a_steady_run_is_never_looked_through(monkeypatch):

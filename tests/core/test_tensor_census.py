@@ -122,3 +122,42 @@ def test_tensors_that_still_have_a_graph_are_counted_and_none_is_kept_alive():
     keeper.kept += [weight * 5] * 2 + [torch.ones(SHAPE)]
     change = compare_census(before)
     assert change.old_with_graph == 1
+
+
+@pytest.mark.usefixtures("few_objects")
+def test_the_shape_named_is_that_of_most_bytes():
+    before = take_census()
+    kept = [torch.ones(1) for _ in range(9)] + [torch.ones((*SHAPE, 100)) for _ in range(2)]
+    change = compare_census(before)
+    assert (change.more_tensors, change.shape) == (len(kept), (*SHAPE, 100))
+
+
+class Forbidding(Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        raise LookupError("not for you")
+
+
+def _odd_view():
+    one, two = (torch.ones(2, 3, requires_grad=True) * 2).unbind()
+    with torch.no_grad():
+        one.mul_(2)
+    return two
+
+
+@pytest.mark.usefixtures("few_objects")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.LazyLinear(3),
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        _odd_view,
+        lambda: torch.ones(2).as_subclass(Forbidding),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_tensor_that_tells_nothing_ends_no_census(make):
+    odd = make()
+    change = change_by([].append)
+    assert (change.more_tensors, change.shape) == (6, SHAPE)
+    del odd

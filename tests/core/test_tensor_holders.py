@@ -5,7 +5,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memopt.core import tensor_holders
-from lightning_memopt.core.tensor_holders import TENSOR_BYTES, find_holders, grown_holders
+from lightning_memopt.core.tensor_holders import (
+    TENSOR_BYTES,
+    bytes_at_hand,
+    find_holders,
+    grown_holders,
+)
 
 LOSSES: list[Tensor] = []
 
@@ -116,3 +121,61 @@ def test_a_look_holds_on_to_no_tensor():
     look = find_holders({"keeper": keeper})
     assert look["keeper.outputs"].bytes == 20
     assert not any(isinstance(value, Tensor) for x in look.values() for value in vars(x).values())
+
+
+def test_a_root_that_can_not_be_searched_hides_no_other(monkeypatch):
+    look_into = tensor_holders.TensorSearch.look_into
+
+    def fail_at_one(self, name, root):
+        if name == "odd":
+            raise SystemError("an odd root")
+        look_into(self, name, root)
+
+    monkeypatch.setattr(tensor_holders.TensorSearch, "look_into", fail_at_one)
+    assert set(find_holders({"odd": Keeper(), "keeper": Keeper()})) == {"keeper.still"}
+
+
+def test_the_file_of_a_global_is_told_apart_from_its_name():
+    LOSSES.append(torch.ones(1))
+    try:
+        found = find_holders({"x": Keeper()}, [sys.modules[__name__]])
+    finally:
+        LOSSES.clear()
+    assert found["LOSSES of test_tensor_holders.py"].file == "test_tensor_holders.py"
+    assert found["x.still"].file == ""
+
+
+class Batch:
+    def __init__(self, x):
+        self.x = x
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("things", "size"),
+    [
+        (torch.ones(10), 40),
+        ([torch.ones(10), (torch.ones(5), {"a": torch.ones(1), "n": 1, "s": "b"})], 64),
+        (Batch([torch.ones(10)]), 40),
+        ((Batch(torch.ones(10)), torch.ones(2)), 48),
+        ([torch.ones(2, 2).to_sparse(), torch.ones(2)], 8),
+        ([torch.ones(2, device="meta"), torch.ones(2)], 8),
+        ([nn.UninitializedBuffer(), torch.ones(2)], 8),
+        (torch.ones(10)[:2], 40),
+        (None, 0),
+    ],
+)
+def test_the_bytes_of_a_batch_are_those_of_its_storages(things, size):
+    assert bytes_at_hand(things, CPU) == size
+
+
+def test_what_two_share_is_at_hand_once():
+    one = torch.ones(10)
+    assert bytes_at_hand([one, one[2:], Batch(one)], CPU) == 40
+
+
+def test_of_very_many_tensors_at_hand_some_are_counted():
+    ones = [torch.ones(1) for _ in range(3000)]
+    assert 0 < bytes_at_hand(ones, CPU) < 3000 * 4

@@ -1,5 +1,8 @@
 import collections
+import dataclasses
 import functools
+import gc
+import queue
 import sys
 import types
 
@@ -41,9 +44,27 @@ class Sharing:
     shared: list[Tensor] = []
 
 
-def search(name, root, skip=()):
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    kept: object
+    more: object = None
+
+
+class OddKey:
+    __str__ = __repr__ = __format__ = Odd._fail
+
+
+class Forbidding(Tensor):
+    """Fails whatever is asked of it."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        raise LookupError("not for you")
+
+
+def search(name, root, skip=(), **kwargs):
     """Return how many tensors each path holds."""
-    found = TensorSearch(skip)
+    found = TensorSearch(skip, **kwargs)
     found.look_into(name, root)
     return {path: tally.tensors for path, tally in found.tallies.items()}
 
@@ -204,3 +225,128 @@ def test_storages_count_once_and_tensors_without_any_count_as_tensors():
     assert found.tallies["x.views"].tensors == 3
     assert list(found.tallies["x.views"].storages.values()) == [1024]
     assert found.tallies["x.sparse"].tensors == 1
+
+
+@pytest.mark.parametrize("make", [lambda: Helper(x=torch.ones(2)), lambda: Slotted(torch.ones(2))])
+def test_each_of_many_objects_is_counted(make):
+    root = Helper(kept=[make() for _ in range(1000)])
+    assert search("x", root) == {"x.kept": 1000}
+    root.kept += [make() for _ in range(500)]
+    assert search("x", root) == {"x.kept": 1500}
+
+
+def test_each_of_many_partials_is_counted():
+    parts = [functools.partial(print, torch.ones(2), end=[torch.ones(2)]) for _ in range(500)]
+    found = search("x", Helper(kept=parts))
+    assert sum(found.values()) == 1000
+
+
+def test_no_dictionary_is_made_for_an_object_in_a_container():
+    class Sized:
+        def __init__(self):
+            self.x = torch.ones(2)
+
+    one = Sized()
+    before = sum(type(part) is dict for part in gc.get_referents(one))
+    assert search("x", Helper(kept=[one])) == {"x.kept": 1}
+    assert sum(type(part) is dict for part in gc.get_referents(one)) == before
+
+
+def test_slots_are_attributes():
+    assert search("x", Slotted(tensors())) == {"x.kept": 3}
+    assert search("x", Helper(part=Slotted(torch.ones(1)))) == {"x.part.kept": 1}
+
+
+@pytest.mark.parametrize("kind", [queue.Queue, queue.LifoQueue])
+def test_what_waits_in_a_queue_is_counted(kind):
+    waiting = kind()
+    for tensor in tensors():
+        waiting.put(tensor)
+    assert search("x", Helper(waiting=waiting, all=[waiting])) == {"x.waiting": 3}
+    assert search("x", Helper(all=[waiting])) == {"x.all": 3}
+
+
+def test_a_key_is_named_without_its_own_code():
+    modules = {OddKey(): Helper, "a": nn.Module(), OddKey(): nn.Module(), 10**5000: nn.Module()}
+    for value in list(modules.values())[1:]:
+        value.kept = tensors(1)
+    assert search("x", Helper(by=modules)) == {
+        "x.by[a].kept": 1,
+        "x.by[OddKey].kept": 1,
+        "x.by[int].kept": 1,
+    }
+
+
+def test_what_goes_by_the_same_name_is_added_up():
+    modules = {OddKey(): nn.Module(), OddKey(): nn.Module()}
+    for value in modules.values():
+        value.kept = tensors(2)
+    assert search("x", Helper(by=modules)) == {"x.by[OddKey].kept": 4}
+
+
+def test_a_long_key_is_cut():
+    module = nn.Module()
+    module.kept = tensors(1)
+    (path,) = search("x", Helper(by={"a" * 10_000: module}))
+    assert len(path) < 100
+
+
+def _odd_view():
+    one, two = (torch.ones(2, 3, requires_grad=True) * 2).unbind()
+    with torch.no_grad():
+        one.mul_(2)
+    return two
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        nn.UninitializedBuffer,
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        _odd_view,
+        lambda: torch.ones(2).as_subclass(Forbidding),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_tensor_that_tells_nothing_is_counted_and_ends_no_search(make):
+    found = search("x", Helper(one=make(), all=[make(), torch.ones(2)], kept=tensors()))
+    assert found == {"x.one": 1, "x.all": 2, "x.kept": 3}
+
+
+def test_a_budget_ends_the_search_of_one_root_and_not_of_the_next():
+    large, small = Helper(kept=tensors(100), more=tensors(5)), Helper(kept=tensors())
+    found = TensorSearch((), max_visits=50)
+    found.look_into("large", large)
+    found.look_into("small", small)
+    counts = {path: tally.tensors for path, tally in found.tallies.items()}
+    assert counts == {"large.kept": 50, "small.kept": 3}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        list(range(5000)),
+        [(str(i), i) for i in range(5000)],
+        {i: (i, None) for i in range(5000)},
+        collections.deque({"a": i} for i in range(5000)),
+        {(i, str(i)) for i in range(5000)},
+    ],
+    ids=lambda values: type(values).__name__,
+)
+def test_a_long_container_without_tensors_takes_no_budget(values):
+    root = Helper(samples=values, kept=tensors())
+    assert search("x", root, max_visits=10) == {"x.kept": 3}
+
+
+@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: (1, x), lambda x: {"y": [x]}])
+def test_a_long_container_with_tensors_is_looked_through(wrap):
+    values = [wrap(x) for x in tensors(300)]
+    root = Helper(a=values, b=collections.deque(values), c=dict(enumerate(values)))
+    assert search("x", root)["x.a"] == 300
+    for kind in (tuple, collections.deque, lambda x: dict(enumerate(x))):
+        assert search("x", Helper(kept=kind(values))) == {"x.kept": 300}
+
+
+def test_the_end_of_a_long_list_is_sampled():
+    values = [*range(1000), torch.ones(1)]
+    assert search("x", Helper(kept=values)) == {"x.kept": 1}
