@@ -509,10 +509,7 @@ def test_a_leak_is_found_among_batches_in_ascending_length(has_length):
 
 
 class Closed:
-    """A loader of its own kind, without a data set to look into."""
-
-    def __len__(self):
-        return STEPS
+    """A loader of its own kind, without a length and without a data set to look into."""
 
     def __iter__(self):
         return iter(torch.ones(STEPS, 1))
