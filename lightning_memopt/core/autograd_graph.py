@@ -13,6 +13,14 @@ _SAVED = "_raw_saved_"
 _FREED = object()
 
 
+def has_graph(tensor: Tensor) -> bool:
+    """Return whether a tensor has a graph, as far as it can be asked."""
+    try:
+        return tensor.grad_fn is not None
+    except Exception:  # a view that was changed in place, or of a class that forbids it
+        return False
+
+
 def graph_nodes(tensors: Iterable[Tensor], limit: int | None = None) -> Iterator[Node]:
     """Yield each node of the graphs behind some tensors once, leaves included.
 
@@ -20,7 +28,7 @@ def graph_nodes(tensors: Iterable[Tensor], limit: int | None = None) -> Iterator
         tensors: Tensors; those without a graph are passed over.
         limit: The most nodes to yield.
     """
-    ready: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    ready: list[Any] = [tensor.grad_fn for tensor in tensors if has_graph(tensor)]
     seen = set(ready)
     count = 0
     while ready and count != limit:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_memopt.core.activations import KeptForBackward
+from lightning_memopt.core.autograd_graph import has_graph
 from lightning_memopt.core.batches import tensors_of
 from lightning_memopt.core.replay import tensors_in
 from lightning_memopt.core.storages import storage_of
@@ -74,7 +75,7 @@ class RunMemory:
         self._count(OPTIMIZER_STATE, (tensor for each in states for tensor in tensors_in(each)))
         self._count(BUFFERS, model.buffers())
         self._count(BATCH, tensors_of(batch))
-        with_graph = [tensor for tensor in self._live if _has_graph(tensor)]
+        with_graph = [tensor for tensor in self._live if has_graph(tensor)]
         here = [tensor for tensor in with_graph if self._storage(tensor) is not None]
         self.kept = KeptForBackward(model, here, self.kinds)
         self.kinds |= {each.address: ACTIVATIONS for each in self.kept.storages}
@@ -116,13 +117,6 @@ class RunMemory:
             return None
         is_here = self._device.type == "cpu" or storage.device.index == self._device.index
         return storage if is_here else None
-
-
-def _has_graph(tensor: Tensor) -> bool:
-    try:
-        return tensor.grad_fn is not None
-    except Exception:  # a view that was changed in place, or a class that has its own mind
-        return False
 
 
 def _live_tensors() -> Iterator[Tensor]:

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_memopt.core.autograd_graph import has_graph
 from lightning_memopt.core.object_parts import dict_of, name_of_key
 from lightning_memopt.core.storages import storage_of
 from lightning_memopt.core.tensor_holders import TENSOR_BYTES
-from lightning_memopt.core.tensor_search import has_graph
 
 _MAX_NAMED = 3
 _SAMPLES = 4

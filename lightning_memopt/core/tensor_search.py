@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_memopt.core.autograd_graph import has_graph
 from lightning_memopt.core.object_parts import (
     CONTAINERS,
     PLAIN,
@@ -209,11 +210,3 @@ class TensorSearch:
             return False
         self._seen.add(id(value))
         return True
-
-
-def has_graph(tensor: Tensor) -> bool:
-    """Return whether a tensor has a graph, as far as it can be asked."""
-    try:
-        return tensor.grad_fn is not None
-    except Exception:  # a view of a kind that can't be, or of a class that forbids it
-        return False
