@@ -31,3 +31,13 @@ class WeakStorage:
     def is_freed(self) -> bool:
         """Whether its memory has been freed."""
         return bool(self._reference.expired())
+
+    # A copy would have the same counted pointer, and count it down a second time.
+    def __copy__(self) -> WeakStorage:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WeakStorage:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError("A weak reference to a storage is of this process: it can't be pickled.")
