@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from lightning_memopt.core.line_memory import line_memory
+from lightning_memopt.core.lone_profiler import LoneProfiler
 from lightning_memopt.core.memory import memory_reader
 from lightning_memopt.core.memory_history import Snapshot, recorded_history, take_snapshot
 from lightning_memopt.core.module_memory import ModuleMemory
@@ -26,11 +27,6 @@ from lightning_memopt.core.trace_events import read_events, read_times
 
 PREFIX = "lightning_memopt: "  # of the marks in a trace
 _MAX_HISTORY = 200_000
-
-
-def is_profiler_running() -> bool:
-    """Return whether a PyTorch profiler runs in this thread; there can be only one."""
-    return bool(torch._C._autograd._profiler_enabled())
 
 
 class ProfiledStep:
@@ -45,7 +41,7 @@ class ProfiledStep:
 
     Attributes:
         modules: Memory by module.
-        operators: PyTorch's profiler; `None` where another one runs.
+        operators: PyTorch's profiler; `None` where another one runs. Known after `finish`.
         snapshot: The allocator's record; `None` where there is none. Known after `finish`.
         lines: The text of pytorch_memlab, `None` without functions. Known after `finish`.
     """
@@ -88,10 +84,11 @@ class ProfiledStep:
         if self._functions:
             self._text = self._open.enter_context(line_memory(self._functions, self._device))
         self._open.enter_context(recorded_history(self._device, _MAX_HISTORY))
-        if with_operators and not is_profiler_running():
+        if with_operators:
             self.operators = _profiler(self._device, self._ranges is None)
-            self.operators.start()
+            self._session = LoneProfiler(self.operators)
             self._open.callback(self._stop)
+            self._session.start()
         inputs = list(inputs)
         self._take_baseline(inputs)
         self.note_inputs(inputs)
@@ -191,8 +188,9 @@ class ProfiledStep:
     def _stop(self) -> None:
         # After an exception, what it raises would hide the user's own.
         with suppress(RuntimeError):
-            if self.operators is not None:
-                self.operators.stop()
+            self._session.stop()
+        if not self._session.is_whole:
+            self.operators = None
 
 
 def _profiler(device: torch.device, with_kernels: bool) -> profile:
