@@ -34,6 +34,10 @@ _PICTURES = {
 }
 
 
+class UnfinishedReportError(Exception):
+    """Not all files of a report could be written; says why, and which are there."""
+
+
 def write_report(trainer: pl.Trainer, profiled: ProfiledStep, folder: Path, step: int) -> str:
     """Write all that is known of a step.
 
@@ -45,10 +49,28 @@ def write_report(trainer: pl.Trainer, profiled: ProfiledStep, folder: Path, step
 
     Returns:
         What the step's peak was, and which files there are, in one line.
+
+    Raises:
+        UnfinishedReportError: Some files could be written, and not all.
     """
+    files = ProfileFiles(folder, step, trainer.global_rank)
+    try:
+        headline = _write(trainer, profiled, files, step)
+    except Exception as error:
+        if files.written:
+            raise UnfinishedReportError(f"{first_line(error)}; {files.names}") from error
+        raise
+    return f"{headline}; {files.names}"
+
+
+def first_line(error: Exception) -> str:
+    """Return kind and first line of an error."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+def _write(trainer: pl.Trainer, profiled: ProfiledStep, files: ProfileFiles, step: int) -> str:
     device = trainer.strategy.root_device
     is_host = device.type == "cpu"
-    files = ProfileFiles(folder, step, trainer.global_rank)
     boards = tensorboard_writers(trainer)
     files.write("modules.txt", modules_table(profiled.modules))
     add_page(boards, f"{_TAG}/modules", modules_table(profiled.modules, _SHOWN_ROWS), step)
@@ -57,24 +79,28 @@ def write_report(trainer: pl.Trainer, profiled: ProfiledStep, folder: Path, step
         files.write("operators.txt", operators_table(profiled.operators, is_host))
         shown = operators_table(profiled.operators, is_host, _SHOWN_ROWS)
         add_page(boards, f"{_TAG}/operators", shown, step)
-        trace = files.path("trace.json.gz")
-        profiled.operators.export_chrome_trace(str(trace))
+        with files.path("trace.json.gz") as trace:
+            profiled.operators.export_chrome_trace(str(trace))
+            if not trace.stat().st_size:  # the disk is full, and nobody says so
+                raise OSError(f"{trace.name} is empty: is the disk full?")
         timeline = profiled.timeline(trace)
         if timeline is not None:
             headline = describe_peak(timeline)
-            write_curve(timeline, files.path("timeline.csv"))
+            with files.path("timeline.csv") as path:
+                write_curve(timeline, path)
             title = f"Step {step} on {device}, rank {trainer.global_rank}"
             for name, (what, draw) in _PICTURES.items() if has_pictures() else ():
                 figure = draw(timeline, f"{title}: {what}")
-                save_pixels(draw_pixels(figure), files.path(f"{name}.png"))
+                with files.path(f"{name}.png") as path:
+                    save_pixels(draw_pixels(figure), path)
                 if boards:
                     _add_image(boards, name, draw_pixels(figure, BOARD_DPI), step)
     if profiled.snapshot is not None:
-        save_snapshot(profiled.snapshot, files.path("snapshot.pickle"))
+        with files.path("snapshot.pickle") as path:
+            save_snapshot(profiled.snapshot, path)
     if profiled.lines is not None:
         files.write("lines.txt", profiled.lines)
-    names = ", ".join(path.name.removeprefix(f"{files.stem}-") for path in files.written)
-    return f"{headline}; written to {folder / files.stem}-*: {names}"
+    return headline
 
 
 def _add_image(boards: list[Any], name: str, pixels: Any, step: int) -> None:

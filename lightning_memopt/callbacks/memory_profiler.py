@@ -11,15 +11,21 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor
 
 from lightning_memopt.callbacks._base import SuiteCallback
 from lightning_memopt.callbacks._lightning import is_window_end, logged_step
 from lightning_memopt.callbacks._output import output_directory
-from lightning_memopt.callbacks._profile_report import write_report
+from lightning_memopt.callbacks._profile_report import (
+    UnfinishedReportError,
+    first_line,
+    write_report,
+)
 from lightning_memopt.core.batches import tensors_of
 from lightning_memopt.core.checks import check_bool, check_path, check_patterns, check_steps
 from lightning_memopt.core.line_memory import find_function, has_line_memory
 from lightning_memopt.core.patching import surround
+from lightning_memopt.core.profile_files import UNSEEN
 from lightning_memopt.core.profiled_step import ProfiledStep
 from lightning_memopt.core.timeline_pictures import has_pictures
 
@@ -36,12 +42,14 @@ class MemoryProfiler(SuiteCallback):
     allocator's timeline (`blocks.png`) and on CUDA its `snapshot.pickle` for
     https://pytorch.org/memory_viz. TensorBoard gets the pictures and tables of rank 0. You pay time
     and host memory in the chosen steps; later ones cost nothing, and results don't change. On a CPU
-    memory is that of tensors, and there is no snapshot.
+    memory is that of tensors, there is no snapshot, and what a module's forward takes isn't told.
 
-    Gradients are known when a backward has ended, activations by what autograd has saved when it
-    begins. What a checkpointed module recomputes in backward is `other`, and so is all that PyTorch
-    allocates for a moment. Where another PyTorch profiler runs, operators and timeline are left
-    out: there can be only one.
+    Gradients are known when a backward has ended, activations by what the graph of the loss keeps
+    when it begins. The batch, what a checkpointed module recomputes and all that PyTorch allocates
+    for a moment is `other`. Manual optimization must use `self.manual_backward(loss)`: another
+    backward isn't seen, and then what modules keep is unknown. So it is with an old PyTorch, and
+    for what a TorchScript keeps. Where another PyTorch profiler runs or has begun a schedule,
+    operators and timeline are left out: there can be only one.
 
     Args:
         steps: Optimizer steps to profile, each for itself, counted from 0 as the x of `self.log`.
@@ -82,10 +90,13 @@ class MemoryProfiler(SuiteCallback):
         nvtx: bool = False,
         lines: list[str] | None = None,
     ) -> None:
+        steps = list(steps) if isinstance(steps, range) else steps
         check_steps("steps", steps)
         check_path("dirpath", dirpath)
         check_bool("nvtx", nvtx)
         if lines is not None:
+            if not isinstance(lines, list) or not all(isinstance(x, str) for x in lines):
+                raise TypeError(f"`lines` must be a list of `str`, got {lines!r}.")
             check_patterns("lines", lines)
         self.steps = steps
         self.dirpath = dirpath
@@ -143,9 +154,9 @@ class MemoryProfiler(SuiteCallback):
             self._remaining -= {step}
             self._begin(trainer, pl_module, batch, step)
 
-    def on_before_backward(self, *_: Any) -> None:
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: Any, loss: Tensor) -> None:
         """End a forward."""
-        self._begin_phase("backward")
+        self._begin_phase("backward", loss)
 
     def on_after_backward(self, *_: Any) -> None:
         """End a backward."""
@@ -169,6 +180,10 @@ class MemoryProfiler(SuiteCallback):
                 rank_zero_info(
                     f"MemoryProfiler: step {self._step} without operators and timeline: another "
                     "PyTorch profiler was running, and there can be only one"
+                )
+            if not all(forward.has_backward for forward in profiled.modules.forwards):
+                rank_zero_info(
+                    f"MemoryProfiler: step {self._step} without what modules keep: {UNSEEN}"
                 )
             said = write_report(trainer, profiled, self._folder, self._step)
             rank_zero_info(f"MemoryProfiler: step {self._step}: {said}")
@@ -203,9 +218,9 @@ class MemoryProfiler(SuiteCallback):
         self._unwatch = surround(pl_module, "training_step", profiled.watching)
         self._carefully(lambda each: each.begin(step, tensors_of(batch), self._with_operators))
 
-    def _begin_phase(self, name: str) -> None:
+    def _begin_phase(self, name: str, loss: Tensor | None = None) -> None:
         if self._profiled is not None:
-            self._carefully(lambda step: step.begin_phase(name))
+            self._carefully(lambda step: step.begin_phase(name, loss))
 
     def _carefully(self, act: Callable[[ProfiledStep], None]) -> None:
         """Do a part of the profile; where it fails, training goes on without."""
@@ -214,11 +229,11 @@ class MemoryProfiler(SuiteCallback):
                 act(self._profiled)
         except Exception as error:
             self._end()
-            warnings.warn(
-                f"MemoryProfiler: no profile of step {self._step}: {type(error).__name__}: "
-                f"{str(error).partition(chr(10))[0]}",
-                stacklevel=2,
-            )
+            if isinstance(error, UnfinishedReportError):
+                text = f"profile of step {self._step} is not whole: {error}"
+            else:
+                text = f"no profile of step {self._step}: {first_line(error)}"
+            warnings.warn(f"MemoryProfiler: {text}", stacklevel=2)
 
     def _end(self) -> None:
         profiled, self._profiled = self._profiled, None

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.autograd.profiler import profile as Session
 from torch.profiler import profile
 
 
@@ -69,7 +68,7 @@ def _is_waiting(profiler: Any) -> bool:
 
 def _unfinished() -> Iterator[Any]:
     """Yield the sessions that have begun and have no result: one runs, others were cancelled."""
-    for session in _living(Session):
+    for session in _living(torch.autograd.profiler.profile):
         if session.entered and session.kineto_results is None:
             yield session
 

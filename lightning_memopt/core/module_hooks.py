@@ -11,17 +11,22 @@ from torch import nn
 from lightning_memopt.core.patching import PatchedMethod
 
 _COMPILED = "_torchdynamo_orig_callable"
+_FUSED = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
 
 class ModuleHook:
-    """A hook on a module that a copy or a pickle of the module loses."""
+    """A hook on a module; on a copy of the module it removes itself with the next call."""
 
     def __init__(self, call: Callable[[str, nn.Module], None], name: str) -> None:
         self._call, self._name = call, name
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
         """Tell that the module begins, or has run."""
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            return
+        if self._call is _nothing:
+            _remove_copies(module)
+        else:
             self._call(self._name, module)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -39,8 +44,10 @@ def hookable_modules(
         if id(child) in seen or getattr(child, "_compiled_call_impl", None) is not None:
             continue
         seen.add(id(child))
-        yield prefix + name, child
-        if not isinstance(child, torch.jit.ScriptModule):
+        # A script takes no hooks, and in evaluation one with hooks would compute in another way.
+        is_fused = isinstance(child, _FUSED) and not child.training
+        if not is_fused and not isinstance(child, torch.jit.ScriptModule):
+            yield prefix + name, child
             yield from hookable_modules(child, f"{prefix}{name}.", seen)
 
 
@@ -48,6 +55,14 @@ def _is_compiled(method: Any) -> bool:
     while isinstance(method, PatchedMethod):
         method = method.original
     return hasattr(method, _COMPILED)
+
+
+def _remove_copies(module: nn.Module) -> None:
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for number, hook in list(hooks.items()):
+            if isinstance(hook, ModuleHook) and hook._call is _nothing:
+                del hooks[number]
+                module._forward_hooks_always_called.pop(number, None)
 
 
 def _nothing(name: str, module: nn.Module) -> None:

@@ -37,12 +37,22 @@ class ForwardMemory:
         grown_bytes: How much allocated memory grew, as the device counts it.
         kept_bytes: All storages that are kept for backward; parameters and buffers left out.
         kept_before_bytes: Those of them that were there before, such as the batch.
+        has_backward: Whether a backward was seen, so that it is known what was kept.
     """
 
     rows: list[ModuleRow]
     grown_bytes: int = 0
     kept_bytes: int = 0
     kept_before_bytes: int = 0
+    has_backward: bool = False
+
+    def count(self, rows: tuple[ModuleRow, ...], size: int) -> None:
+        """Count a storage for the modules that ran, outermost first; else for the root."""
+        if not rows or rows[0] is not self.rows[0]:
+            rows = (self.rows[0],)
+        rows[-1].own_kept_bytes += size
+        for row in set(rows):
+            row.kept_bytes += size
 
     @property
     def explained(self) -> float:
@@ -84,10 +94,11 @@ class RunningModules:
             while self._pop(allocated) != name:
                 pass
 
-    def close(self, allocated: int) -> None:
-        """End all modules."""
+    def close(self, allocated: int) -> int:
+        """End all modules, and return how much memory grew."""
         while self.stack:
             self._pop(allocated)
+        return self.rows[""].forward_bytes
 
     def _pop(self, allocated: int) -> str:
         row, self.stack = self.stack[-1], self.stack[:-1]

@@ -1,6 +1,6 @@
 """Named ranges that Nsight Systems shows, always closed again.
 
-Source: https://docs.pytorch.org/docs/stable/generated/self._nvtx.range_push.html.
+Source: https://docs.pytorch.org/docs/stable/generated/torch.cuda.nvtx.range_push.html.
 """
 
 from __future__ import annotations

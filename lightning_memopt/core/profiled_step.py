@@ -100,12 +100,20 @@ class ProfiledStep:
 
     def watching(self) -> AbstractContextManager[None]:
         """Watch the forwards within."""
+        if self._phase == "backward":
+            self.modules.drop_last()  # backward failed, and the step is tried again
         return self.modules.watching()
 
-    def begin_phase(self, name: str) -> None:
-        """Begin a phase of the step, or a moment between two where the name is empty."""
+    def begin_phase(self, name: str, loss: Tensor | None = None) -> None:
+        """Begin a phase of the step, or a moment between two.
+
+        Args:
+            name: Its name; empty for a moment between.
+            loss: What a backward begins from.
+        """
+        self.modules.raise_error()
         if name == "backward":
-            self.modules.end_forward()
+            self.modules.end_forward(loss)
         if self._ranges is not None:
             self._ranges.pop(self._phase)
             if name:
@@ -115,6 +123,7 @@ class ProfiledStep:
 
     def finish(self) -> None:
         """End the step and take what is known of it."""
+        self.modules.end_forward()
         self._mark("", "end of the step")
         self.snapshot = take_snapshot(self._device)
         self._open.close()
@@ -122,8 +131,12 @@ class ProfiledStep:
             self.lines = self._text()
 
     def close(self) -> None:
-        """End the step without a result; nothing of it stays on."""
+        """Let the step go; nothing of it stays on."""
         self._open.close()
+        self.modules.let_go()
+        if self.operators is not None:
+            self._session.forget()
+            self.operators = None
 
     def timeline(self, trace: Path) -> StepTimeline | None:
         """Return memory over the step, from the trace that `operators` wrote.

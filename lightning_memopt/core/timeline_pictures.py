@@ -26,6 +26,7 @@ BOARD_DPI = 125
 _AXES = (0.125, 0.285, 0.845, 0.595)  # left, bottom, width, height: a layout engine takes longer
 _MAX_POINTS = 2000
 _MAX_BLOCKS = 400
+_THICK = 0.01  # share of an axis from which on a block has a white edge
 _LETTER = 0.0175  # width of a letter of a phase's name, as a share of that of the axes
 _MARGIN = 0.03  # what is left beside the axes
 _HEADROOM = 1.18
@@ -71,10 +72,18 @@ def draw_blocks(timeline: StepTimeline, title: str) -> Any:
 
     figure, axes, unit = _frame(timeline, title)
     blocks = sorted(timeline.blocks, key=lambda block: -block.size)[:_MAX_BLOCKS]
+    ordered = _by_begin(blocks)
+    colours = [_COLOURS[block.category] for block in ordered]
+    # White around a thin block would hide it, and look like memory that nobody has.
+    thick = axes.get_ylim()[1] * unit * _THICK, (timeline.end_ms or 1) * _THICK
+    edges = [
+        "white" if x.size > thick[0] and x.end_ms - x.begin_ms > thick[1] else colour
+        for x, colour in zip(ordered, colours, strict=True)
+    ]
     polygons = PolyCollection(
         [[(time, y / unit) for time, y in outline] for outline in _outlines(blocks)],
-        facecolors=[_COLOURS[block.category] for block in _by_begin(blocks)],
-        edgecolors="white",
+        facecolors=colours,
+        edgecolors=edges,
         linewidths=0.4,
     )
     axes.add_collection(polygons)

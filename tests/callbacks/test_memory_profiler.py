@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import copy
 import csv
+import gc
 import gzip
 import json
 import logging
+import pickle
 import random
 import re
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -160,16 +164,21 @@ def test_parameters_gradients_and_optimizer_state_are_exact(tmp_path: Path):
         assert row["gradients_bytes"] == row["optimizer_state_bytes"] == weights
 
 
+class Plain(Blocks):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.head(self.stem(batch[0]).tanh()).square().mean()
+
+
 def test_modules_sum_up_to_what_autograd_keeps(tmp_path: Path):
-    model = build()
+    model = build(Plain)
     fit(model, MemoryProfiler(steps=[0], dirpath=tmp_path))
     text = (tmp_path / "step0-rank0-modules.txt").read_text()
-    whole, distinct = (
-        int(line.split("(")[1].split()[0])
-        for line in text.splitlines()
-        if line.startswith(("sum over modules", "distinct storages"))
-    )
-    assert whole == distinct > 0
+    # By hand, of four samples: the batch that the stem keeps, the output of the hyperbolic tangent
+    # that it and the head keep, and the output whose square is taken. And a number of eight
+    # bytes: Lightning divides the loss by it.
+    kept = 4 * 4 * (model.stem.in_features + model.stem.out_features + 1) + 8
+    assert re.search(rf"^distinct storages .*\({kept} bytes\)$", text, re.MULTILINE)
+    assert "sum up to" not in text
 
 
 @pytest.mark.parametrize("kind", ["none", "csv"])
@@ -289,6 +298,41 @@ def test_manual_optimization_with_two_optimizers_is_seen(tmp_path: Path):
     assert rows[0]["optimizer_state_bytes"] == 4 * (stem + adam)
     for row in rows:
         assert sum(row[f"{name}_bytes"] for name in SIZES) == row["total_bytes"]
+
+
+class Direct(Manual):
+    """Calls backward itself, past Lightning."""
+
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward()
+
+
+def test_a_backward_past_lightning_is_told_of(tmp_path: Path, lines: Any):
+    fit(build(Direct), MemoryProfiler(steps=[1], dirpath=tmp_path))
+    assert "self.manual_backward(loss)" in lines()[1]
+    text = (tmp_path / "step1-rank0-modules.txt").read_text()
+    assert "What is kept is unknown: no backward was seen" in text
+
+
+@pytest.mark.filterwarnings("ignore:.*normalise over the batch")
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_part_that_ran_out_of_memory_is_not_shown(where: str, tmp_path: Path):
+    class Large(Plain):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.samples = len(batch[0])
+            if self.samples > 2 and where == "forward":
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return loss
+
+        def on_before_backward(self, loss: Tensor) -> None:
+            if where == "backward" and self.samples > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    profiler = MemoryProfiler(steps=[0], dirpath=tmp_path)
+    fit(build(Large), AutoAccumulation(micro_batch_size=4), profiler)
+    (text,) = (path.read_text() for path in tmp_path.glob("*modules.txt"))
+    assert "in forward 1 of 2" in text
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # by the compiler itself
@@ -460,6 +504,8 @@ def test_a_profile_that_fails_is_one_warning_and_training_goes_on(
 
     monkeypatch.setattr(profiled_step.ProfiledStep, where, fail)
     text = r"^MemoryProfiler: no profile of step 1: OSError: disk full$"
+    if where == "timeline":  # other files are written by then
+        text = r"^MemoryProfiler: profile of step 1 is not whole: OSError: disk full; written to "
     with pytest.warns(UserWarning, match=text) as warned:
         fit(model, MemoryProfiler(steps=[1], dirpath=tmp_path))
     assert len([w for w in warned if "MemoryProfiler" in str(w.message)]) == 1
@@ -506,6 +552,82 @@ def test_a_step_that_a_hook_cuts_short_is_given_up(tmp_path: Path):
     assert trainer.global_step == 1
     assert not (tmp_path / "files").exists()
     assert not is_anything_on(model)
+
+
+def test_a_hook_that_fails_in_the_model_is_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(*_: Any) -> None:
+        raise OSError("ours")
+
+    monkeypatch.setattr("lightning_memopt.core.module_rows.RunningModules.enter", fail)
+    model, plain = build(), build()
+    fit(plain)
+    with pytest.warns(UserWarning, match="no profile of step 1: OSError: ours") as warned:
+        fit(model, MemoryProfiler(steps=[1], dirpath=tmp_path))
+    assert len([w for w in warned if "MemoryProfiler" in str(w.message)]) == 1
+    assert not is_anything_on(model)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, plain.state_dict()[name])
+
+
+def test_after_a_write_error_the_warning_tells_which_files_are_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(timeline: Any, path: Path) -> None:
+        path.write_text("half of")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(_profile_report, "write_curve", fail)
+    text = (
+        r"^MemoryProfiler: profile of step 1 is not whole: OSError: disk full; written to "
+        rf"{tmp_path}/step1-rank0-\*: modules.txt, operators.txt, trace.json.gz$"
+    )
+    with pytest.warns(UserWarning, match=text):
+        fit(build(), MemoryProfiler(steps=[1], dirpath=tmp_path))
+    assert names(tmp_path) == [f"step1-rank0-{x}" for x in TEXTS if x != "timeline.csv"]
+
+
+def test_the_step_is_freed_without_the_collector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    made: list[Any] = []
+    close = profiled_step.ProfiledStep.close
+
+    def noted(self: Any) -> None:
+        made.append(weakref.ref(self))
+        close(self)
+
+    monkeypatch.setattr(profiled_step.ProfiledStep, "close", noted)
+    gc.disable()
+    try:
+        fit(build(), MemoryProfiler(steps=[1], dirpath=tmp_path))
+        assert [reference() for reference in made] == [None]
+    finally:
+        gc.enable()
+
+
+class Copying(pl.Callback):
+    """Copies the other callback in the middle of a step."""
+
+    def __init__(self, profiler: MemoryProfiler) -> None:
+        self.profiler = profiler
+        self.copies: list[Any] = []
+
+    def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 1:
+            assert self.profiler._profiled is not None
+            pickled = pickle.loads(pickle.dumps(self.profiler))
+            self.copies = [copy.deepcopy(self.profiler), pickled]
+
+
+def test_a_copy_in_the_middle_of_a_step_is_one_as_built(tmp_path: Path):
+    profiler = MemoryProfiler(steps=[1], dirpath=tmp_path)
+    copying = Copying(profiler)
+    fit(build(), profiler, copying)
+    built = {"steps", "dirpath", "nvtx", "lines"}
+    trainers = {"log", "log_dict"}
+    assert [vars(each).keys() - trainers for each in copying.copies] == [built] * 2
+    fit(build(), copying.copies[0])
+    assert len(names(tmp_path)) == 2 * len(TEXTS)
 
 
 # Nsight Systems
@@ -592,10 +714,15 @@ def test_a_range_that_a_failing_module_left_open_ends_with_the_one_around_it(nvt
         ({"steps": []}, ValueError, r"^`steps` must hold at least one step"),
         ({"steps": [1.5]}, TypeError, r"^`steps \(step\)` must be an `int` of at least 0"),
         ({"steps": (3, -1)}, ValueError, r"^`steps \(step\)` must be at least 0, got -1"),
-        ({"dirpath": 3}, TypeError, r"^`dirpath` must be a path or `None`, got 3"),
-        ({"dirpath": ""}, ValueError, r"^`dirpath` must be a path or `None`, got ''"),
+        ({"dirpath": 3}, TypeError, r"^`dirpath` must be a path.* or `None`, got 3"),
+        (
+            {"dirpath": ""},
+            ValueError,
+            r"^`dirpath` must be a path on.* or `None`, got ''",
+        ),
         ({"nvtx": "yes"}, TypeError, r"^`nvtx` must be `True` or `False`"),
-        ({"lines": 3}, TypeError, r"^`lines` must be a `str` or a list of `str`"),
+        ({"lines": 3}, TypeError, r"^`lines` must be a list of `str`"),
+        ({"lines": "training_step"}, TypeError, r"^`lines` must be a list of `str`"),
         ({"lines": []}, ValueError, r"^`lines` must name something"),
     ],
 )
@@ -603,6 +730,12 @@ def test_a_bad_argument_is_refused_in_one_line(kwargs: Any, error: Any, text: st
     with pytest.raises(error, match=text) as raised:
         MemoryProfiler(**kwargs)
     assert "\n" not in str(raised.value)
+
+
+def test_steps_may_be_a_range():
+    assert MemoryProfiler(steps=range(5, 7)).steps == [5, 6]
+    steps = [3]
+    assert MemoryProfiler(steps=steps).steps is steps
 
 
 @pytest.mark.parametrize(

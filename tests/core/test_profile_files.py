@@ -21,12 +21,27 @@ def timeline(has_totals: bool) -> StepTimeline:
 def test_files_of_a_step_and_a_rank_have_one_stem(tmp_path: Path):
     files = ProfileFiles(tmp_path / "a" / "b", 5, 2)
     files.write("modules.txt", "text")
-    files.path("trace.json.gz").write_bytes(b"x")
+    with files.path("trace.json.gz") as path:
+        path.write_bytes(b"x")
     assert [path.name for path in files.written] == [
         "step5-rank2-modules.txt",
         "step5-rank2-trace.json.gz",
     ]
     assert files.written[0].read_text() == "text\n"
+
+
+def test_a_file_that_fails_to_be_written_is_removed(tmp_path: Path):
+    files = ProfileFiles(tmp_path, 5, 2)
+    files.write("modules.txt", "text")
+
+    def fail() -> None:
+        with files.path("timeline.csv") as path:
+            path.write_text("half of")
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        fail()
+    assert list(tmp_path.iterdir()) == files.written == [tmp_path / "step5-rank2-modules.txt"]
 
 
 @pytest.mark.parametrize(

@@ -228,7 +228,7 @@ def step_of(profiled: ProfiledStep, model: nn.Module, optimizer: Any, batch: tor
     with profiled.watching():
         loss = model(batch).square().mean()
     optimizer.zero_grad()
-    profiled.begin_phase("backward")
+    profiled.begin_phase("backward", loss)
     loss.backward()
     del loss
     profiled.begin_phase("optimizer")
@@ -260,18 +260,18 @@ def test_categories_of_a_real_step_are_exact(real: Any):
     activation = 4 * SAMPLES * WIDTH
     begin = {name: values[0] for name, values in timeline.bytes_of.items()}
     state = 2 * weights + 2 * 4  # two moments of each weight, and a step count of each
-    # The batch is kept for backward, so that it is an activation from the start.
+    # The batch was there before the forward: it is none of its activations.
     assert begin == {
         "parameters": weights,
         "optimizer state": state,
         "gradients": weights,
-        "activations": activation,
-        "other": 0,
+        "activations": 0,
+        "other": activation,
     }
     backward = next(begin for name, begin, _ in timeline.phases if name == "backward")
     position = timeline.times_ms.index(backward)
-    # The batch, the output of Tanh, and the output, which the square keeps.
-    assert timeline.bytes_of["activations"][position] == 3 * activation
+    # The output of Tanh, and the output, which the square keeps.
+    assert timeline.bytes_of["activations"][position] == 2 * activation
     assert timeline.bytes_of["gradients"][position] == 0
     end = last(timeline)
     assert {name: end[name] for name in CATEGORIES[:3]} == {
@@ -309,6 +309,7 @@ def test_a_profile_keeps_no_memory_alive():
         output = model(batch)
     storage = torch.multiprocessing.reductions.StorageWeakRef(output.untyped_storage())
     address = output.data_ptr()
+    profiled.begin_phase("backward", output)
     assert address in profiled.modules.kept_addresses()
     del output
     assert address not in profiled.modules.kept_addresses()

@@ -97,6 +97,19 @@ def test_only_the_largest_blocks_are_drawn_and_the_picture_says_so(
     assert not [text for text in texts(draw_blocks(timeline(), "Step 5")) if "largest" in text]
 
 
+def test_many_thin_blocks_leave_no_white_between_them():
+    pixels = draw_pixels(draw_blocks(timeline(blocks=399), "Step 5"))[..., :3]
+    # A column in the middle, from the top of the stack to the axis: nothing in it is white.
+    column = pixels[:, pixels.shape[1] // 2]
+    is_orange = (abs(column.astype(int) - (0xEE, 0x88, 0x66)) < 40).all(axis=1)
+    rows = is_orange.nonzero()[0]
+    assert len(rows) > 200
+    within = column[rows[0] : rows[-1]]
+    assert not (within > 240).all(axis=1).any()
+    thick = draw_blocks(timeline(blocks=4), "Step 5").axes[0].collections[0]
+    assert (thick.get_edgecolor()[:, :3] == 1).all()
+
+
 def test_what_the_device_reserves_is_drawn_where_it_is_known():
     assert "reserved" in texts(draw_blocks(timeline(has_totals=True), "Step 5"))
     assert "reserved" not in texts(draw_blocks(timeline(), "Step 5"))

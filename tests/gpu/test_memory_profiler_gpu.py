@@ -122,9 +122,9 @@ def test_categories_are_what_the_model_has(profiled: Any):
         assert row["gradients_bytes"] == pytest.approx(weights, rel=0.01)
         assert row["optimizer_state_bytes"] == pytest.approx(2 * weights, rel=0.01)
     peak = max(rows, key=lambda row: row["total_bytes"])
-    # The batch and what eight layers keep; one more for what the last kernel needs.
-    assert peak["activations_bytes"] == pytest.approx(9 * 16 * MIB, abs=17 * MIB)
-    assert rows[-1]["activations_bytes"] <= 17 * MIB
+    # What eight layers keep; the last one's may be freed already where memory peaks.
+    assert peak["activations_bytes"] == pytest.approx(8 * 16 * MIB, abs=17 * MIB)
+    assert rows[-1]["activations_bytes"] <= MIB
     assert {row["phase"] for row in rows} >= {"forward", "backward", "optimizer"}
 
 
@@ -136,6 +136,7 @@ def test_what_modules_keep_is_what_the_allocator_grew_by():
         memory.note_inputs([batch])
         with memory.watching():
             loss = model.training_step([batch], 0)
+        memory.end_forward(loss)
         loss.backward()
         model.zero_grad()
     forward = memory.forwards[-1]
