@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 _SAVED = "_raw_saved_"
-_FREED = object()
+FREED = object()
 
 
 def has_graph(tensor: Tensor) -> bool:
@@ -48,15 +48,15 @@ def saved_tensors(node: Node) -> Iterator[Tensor]:
     unpacking it, which could compute or load it again, a pair of hooks that do nothing is left on
     it. What has hooks already, as under a checkpoint, and what backward has freed, is passed over.
     """
-    for name in _saved_names(type(node)):
-        yield from _values_of(_raw(node, name))
+    for name in saved_names(type(node)):
+        yield from _values_of(read_saved(node, name))
 
 
 def _values_of(raw: Any) -> Iterator[Tensor]:
     if isinstance(raw, tuple | list):
         for each in raw:
             yield from _values_of(each)
-    elif raw is not None and raw is not _FREED:
+    elif raw is not None and raw is not FREED:
         found: list[Tensor] = []
 
         def pack(tensor: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ def _unlinked(tensor: Tensor) -> Tensor:
 
 def keeps_tensors(node: Node) -> bool:
     """Return whether a node of this kind keeps anything for its backward."""
-    return bool(_saved_names(type(node)))
+    return bool(saved_names(type(node)))
 
 
 def is_freed(node: Node) -> bool:
@@ -85,24 +85,25 @@ def is_freed(node: Node) -> bool:
 
     A node that keeps nothing is never freed. The same holds for its graph as for `saved_tensors`.
     """
-    return any(_is_freed(_raw(node, name)) for name in _saved_names(type(node)))
+    return any(_is_freed(read_saved(node, name)) for name in saved_names(type(node)))
 
 
 @functools.lru_cache(maxsize=1024)
-def _saved_names(kind: type) -> tuple[str, ...]:
+def saved_names(kind: type) -> tuple[str, ...]:
+    """Return the names under which nodes of a kind keep what they keep."""
     return tuple(name for name in dir(kind) if name.startswith(_SAVED))
 
 
-def _raw(node: Any, name: str) -> Any:
-    """Return what a node keeps under a name; `_FREED` where the node won't say any more."""
+def read_saved(node: Any, name: str) -> Any:
+    """Return what a node keeps under a name; `FREED` where the node won't say any more."""
     try:
         return getattr(node, name)
-    except RuntimeError:  # a function of Python, after backward
-        return _FREED
+    except (AttributeError, RuntimeError):  # a function of Python, after backward
+        return FREED
 
 
 def _is_freed(raw: Any) -> bool:
-    if raw is _FREED:
+    if raw is FREED:
         return True
     if isinstance(raw, tuple | list):
         return any(_is_freed(each) for each in raw)

@@ -6,7 +6,6 @@ refuse to run, and PyTorch would no longer see that a saved tensor was changed i
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FunctionType
@@ -15,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_memopt.core.autograd_graph import graph_nodes
+from lightning_memopt.core.autograd_graph import graph_nodes, read_saved, saved_names
 from lightning_memopt.core.replay import tensors_in
 
-_SAVED = "_raw_saved_"
 _LEAF = 2**63  # numbers of nodes that aren't numbered begin here
 _Value: Any = torch._C._autograd.SavedTensor
 
@@ -66,8 +64,8 @@ def kept_tensors(loss: Tensor) -> list[KeptTensor]:
     found: list[KeptTensor] = []
     seen: set[int] = set()
     for number, node in sorted(nodes, key=lambda each: each[0]):
-        for name in _saved_names(type(node)):
-            found.extend(_tensors_of(_read(node, name), number, None, seen))
+        for name in saved_names(type(node)):
+            found.extend(_tensors_of(read_saved(node, name), number, None, seen))
     return found
 
 
@@ -89,18 +87,6 @@ def _number(node: Any) -> int:
     return min(int(node._sequence_nr()), _LEAF)
 
 
-@functools.lru_cache(maxsize=1024)
-def _saved_names(kind: type) -> tuple[str, ...]:
-    return tuple(name for name in dir(kind) if name.startswith(_SAVED))
-
-
-def _read(node: Any, name: str) -> Any:
-    try:
-        return getattr(node, name)
-    except RuntimeError:  # a function of Python, after backward
-        return None
-
-
 def _inputs_behind(hook: Any, depth: int = 2) -> Iterator[Any]:
     """Yield what PyTorch's checkpoint has saved of its inputs, found through its hook."""
     for cell in getattr(hook, "__closure__", None) or ():
@@ -111,7 +97,7 @@ def _inputs_behind(hook: Any, depth: int = 2) -> Iterator[Any]:
         if type(frame).__name__ == "_CheckpointFrame":
             yield from getattr(frame, "saved_args", ())
             saver = getattr(frame, "input_saver", None)  # of an older PyTorch
-            if saver is not None:
-                yield _read(saver, f"{_SAVED}tensors")
+            if saver is not None:  # a tensor whose node has kept them
+                yield read_saved(saver.grad_fn, "_raw_saved_tensors")
         elif isinstance(frame, FunctionType) and depth:
             yield from _inputs_behind(frame, depth - 1)

@@ -222,7 +222,7 @@ def test_ranges_for_nsight_are_real_and_balanced(tmp_path: Path, monkeypatch: py
     assert {"backward", "optimizer", "net", "net.7.1"} <= set(names)
     trace = json.loads(gzip.decompress((tmp_path / f"step{STEP}-rank0-trace.json.gz").read_bytes()))
     assert not any(event.get("cat") == "kernel" for event in trace["traceEvents"])
-    assert max(row["activations_bytes"] for row in curve(tmp_path)) > 8 * 16 * MIB
+    assert max(row["activations_bytes"] for row in curve(tmp_path)) >= 8 * 16 * MIB
     text = (tmp_path / f"step{STEP}-rank0-operators.txt").read_text()
     assert re.search(r"^aten::addmm +8 +128\.00 MiB", text, re.MULTILINE)
 
