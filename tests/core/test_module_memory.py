@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_memopt import checkpoint_layers
+from lightning_memopt.core.kept_tensors import can_read_kept
 from lightning_memopt.core.module_hooks import hookable_modules
 from lightning_memopt.core.module_memory import ModuleMemory
 from lightning_memopt.core.module_rows import ForwardMemory
@@ -19,6 +20,9 @@ from lightning_memopt.core.profile_files import modules_table
 from lightning_memopt.core.saved_tensors import record_saved_tensors
 from tests.models import Block, Blocks
 
+pytestmark = pytest.mark.skipif(
+    not can_read_kept(), reason="This PyTorch doesn't tell what a graph keeps."
+)
 CPU = torch.device("cpu")
 WIDTH = 8
 
