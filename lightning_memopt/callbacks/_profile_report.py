@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_memopt.callbacks._output import add_page, tensorboard_writers
+from lightning_memopt.core.failure_place import first_line
 from lightning_memopt.core.memory_history import save_snapshot
 from lightning_memopt.core.profile_files import (
     ProfileFiles,
@@ -61,11 +62,6 @@ def write_report(trainer: pl.Trainer, profiled: ProfiledStep, folder: Path, step
             raise UnfinishedReportError(f"{first_line(error)}; {files.names}") from error
         raise
     return f"{headline}; {files.names}"
-
-
-def first_line(error: Exception) -> str:
-    """Return kind and first line of an error."""
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _write(trainer: pl.Trainer, profiled: ProfiledStep, files: ProfileFiles, step: int) -> str:

@@ -18,11 +18,11 @@ from lightning_memopt.callbacks._lightning import is_window_end, logged_step
 from lightning_memopt.callbacks._output import output_directory
 from lightning_memopt.callbacks._profile_report import (
     UnfinishedReportError,
-    first_line,
     write_report,
 )
 from lightning_memopt.core.batches import tensors_of
 from lightning_memopt.core.checks import check_bool, check_path, check_patterns, check_steps
+from lightning_memopt.core.failure_place import first_line
 from lightning_memopt.core.line_memory import find_function, has_line_memory
 from lightning_memopt.core.patching import surround
 from lightning_memopt.core.profile_files import UNSEEN

@@ -20,6 +20,7 @@ from lightning_memopt.core.autograd_graph import (
     graph_nodes,
     is_freed,
     keeps_tensors,
+    number_of,
     saved_tensors,
 )
 from lightning_memopt.core.storages import storage_of
@@ -78,7 +79,7 @@ class KeptForBackward:
         self, model: nn.Module, tensors: Iterable[Tensor], left_out: Collection[int]
     ) -> None:
         nodes = [node for node in graph_nodes(tensors) if not _is_leaf(node)]
-        nodes.sort(key=_order)
+        nodes.sort(key=number_of)
         modules = _modules_of(nodes, model)
         storages: dict[int, Kept] = {}
         self.position: BackwardPosition | None = None
@@ -125,11 +126,6 @@ class KeptForBackward:
 
 def _is_leaf(node: Node) -> bool:
     return hasattr(node, "variable")
-
-
-def _order(node: Any) -> int:
-    number: int = node._sequence_nr()
-    return number
 
 
 def _modules_of(nodes: Iterable[Any], model: nn.Module) -> dict[Any, str]:

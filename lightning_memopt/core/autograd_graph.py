@@ -41,6 +41,11 @@ def graph_nodes(tensors: Iterable[Tensor], limit: int | None = None) -> Iterator
                 ready.append(following)
 
 
+def number_of(node: Any) -> int:
+    """Return the number of a node: those of one thread are numbered as they are made."""
+    return int(node._sequence_nr())
+
+
 def saved_tensors(node: Node) -> Iterator[Tensor]:
     """Yield the tensors that a node keeps for its backward.
 

@@ -172,6 +172,11 @@ def _lines_of(exception: BaseException) -> Iterator[tuple[FrameType, int]]:
         error = error.__cause__
 
 
+def first_line(error: Exception) -> str:
+    """Return kind and first line of an error."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
 def local_variable(exception: BaseException, name: str, is_it: Callable[[Any], bool]) -> Any:
     """Return the innermost local variable of a name where an exception was raised, or `None`.
 

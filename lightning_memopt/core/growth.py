@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -138,28 +138,6 @@ class GrowthWatch:
             closed //= 2
         self.growth = found
         return found
-
-
-def find_growth(points: Iterable[tuple[int, int]]) -> Growth | None:
-    """Judge a short curve, such as that of the last 50 steps.
-
-    Args:
-        points: Step and allocated bytes at the end of that step, in order.
-
-    Returns:
-        The steady growth up to the end of the curve, or `None`.
-
-    Example:
-        >>> growth = find_growth((step, step * 2**20) for step in range(100, 150))
-        >>> growth.bytes_per_step / 2**20
-        1.0
-        >>> find_growth((step, 2**20) for step in range(50)) is None
-        True
-    """
-    watch = GrowthWatch()
-    for step, allocated in points:
-        watch.add(step, allocated)
-    return watch.growth
 
 
 def _least(first: _Point, second: _Point) -> _Point:

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_memopt.core.autograd_graph import graph_nodes, read_saved, saved_names
+from lightning_memopt.core.autograd_graph import graph_nodes, number_of, read_saved, saved_names
 from lightning_memopt.core.replay import tensors_in
 
-_LEAF = 2**63  # numbers of nodes that aren't numbered begin here
 _Value: Any = torch._C._autograd.SavedTensor
 
 
@@ -60,7 +59,7 @@ def kept_tensors(loss: Tensor) -> list[KeptTensor]:
 
     Where a checkpoint will compute again, these are the checkpoint's inputs.
     """
-    nodes = [(_number(node), node) for node in graph_nodes([loss])]
+    nodes = [(number_of(node), node) for node in graph_nodes([loss])]
     found: list[KeptTensor] = []
     seen: set[int] = set()
     for number, node in sorted(nodes, key=lambda each: each[0]):
@@ -81,10 +80,6 @@ def _tensors_of(value: Any, number: int, checkpoint: Any, seen: set[int]) -> Ite
         if hook is not None and id(hook) not in seen:
             seen.add(id(hook))
             yield from _tensors_of(list(_inputs_behind(hook)), number, hook, seen)
-
-
-def _number(node: Any) -> int:
-    return min(int(node._sequence_nr()), _LEAF)
 
 
 def _inputs_behind(hook: Any, depth: int = 2) -> Iterator[Any]:

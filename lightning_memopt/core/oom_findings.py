@@ -11,16 +11,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_memopt.core.allocator_state import (
-    AllocatorState,
-    allocator_state,
-)
+from lightning_memopt.core.allocator_state import AllocatorState, allocator_state
 from lightning_memopt.core.batches import tensors_of
 from lightning_memopt.core.device_processes import DeviceProcess, processes_on
 from lightning_memopt.core.failure_place import (
     MOVING,
     FailurePlace,
     failure_place,
+    first_line,
     local_variable,
 )
 from lightning_memopt.core.layers import select_layers
@@ -152,7 +150,7 @@ class _Parts:
         try:
             return find()
         except Exception as error:
-            self.missing.append(f"{name}: {type(error).__name__}: {error}".partition("\n")[0])
+            self.missing.append(f"{name}: {first_line(error)}")
             return default
 
 

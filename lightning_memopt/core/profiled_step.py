@@ -20,7 +20,13 @@ from lightning_memopt.core.memory import memory_reader
 from lightning_memopt.core.memory_history import Snapshot, recorded_history, take_snapshot
 from lightning_memopt.core.module_memory import ModuleMemory
 from lightning_memopt.core.nvtx_ranges import NvtxRanges
-from lightning_memopt.core.replay import tensors_in
+from lightning_memopt.core.run_memory import (
+    BUFFERS,
+    GRADIENTS,
+    OPTIMIZER_STATE,
+    PARAMETERS,
+    tensors_by_kind,
+)
 from lightning_memopt.core.step_timeline import OTHER, Mark, StepTimeline, build_timeline
 from lightning_memopt.core.storages import WeakStorage, storage_of
 from lightning_memopt.core.trace_events import read_events, read_times
@@ -57,8 +63,13 @@ class ProfiledStep:
         self._model, self._optimizers, self._device = model, list(optimizers), device
         self._ranges = NvtxRanges() if nvtx else None
         self._functions = list(functions)
-        entered, left = (None, None) if self._ranges is None else _module_ranges(self._ranges)
-        self.modules = ModuleMemory(model, device, self._begin_forward, entered, left)
+        self.modules = ModuleMemory(
+            model,
+            device,
+            self._begin_forward,
+            entered=None if self._ranges is None else self._ranges.push,
+            left=None if self._ranges is None else self._ranges.pop,
+        )
         self.operators: profile | None = None
         self.snapshot: Snapshot | None = None
         self.lines: str | None = None
@@ -186,12 +197,11 @@ class ProfiledStep:
 
     def _known(self) -> Iterator[tuple[torch.UntypedStorage, str]]:
         """Yield the storages whose use is known; of two uses, the last counts."""
-        parameters = list(self._model.parameters())
-        states = [optimizer.state for optimizer in self._optimizers]
+        kinds = tensors_by_kind(self._model, self._optimizers)
         for category, tensors in (
-            ("gradients", (p.grad for p in parameters if p.grad is not None)),
-            ("optimizer state", (t for state in states for t in tensors_in(list(state.values())))),
-            ("parameters", (*parameters, *self._model.buffers())),
+            (GRADIENTS, kinds[GRADIENTS]),
+            (OPTIMIZER_STATE, kinds[OPTIMIZER_STATE]),
+            (PARAMETERS, kinds[PARAMETERS] + kinds[BUFFERS]),
         ):
             for tensor in tensors:
                 storage = storage_of(tensor)
@@ -213,7 +223,3 @@ def _profiler(device: torch.device, with_kernels: bool) -> profile:
         activities.append(getattr(ProfilerActivity, device.type.upper()))
     # Without `acc_events` some versions warn that a second cycle would clear the first.
     return profile(activities=activities, profile_memory=True, acc_events=True)
-
-
-def _module_ranges(ranges: NvtxRanges) -> tuple[Callable[[str], None], Callable[[str], None]]:
-    return ranges.push, ranges.pop

@@ -8,8 +8,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from lightning_memopt.core.batches import count_elements, tensors_of
+import torch
+
+from lightning_memopt.core.batches import tensors_of
 from lightning_memopt.core.growth import Growth, GrowthWatch
+
+Shapes = tuple[tuple[torch.Size, torch.dtype], ...]
 
 _MAX_SHAPES = 6
 # A growth that was judged so many steps ago may have ended since.
@@ -43,21 +47,25 @@ class RecentSteps:
 
     Attributes:
         steps: The steps, oldest first.
-        batch: Shapes of the batch at hand, `""` before the first.
         elements: Its elements.
         kind: Its kind.
     """
 
     def __init__(self, count: int) -> None:
         self.steps: deque[StepRecord] = deque(maxlen=count)
-        self.batch = ""
         self.elements: int | None = None
+        self._shapes: Shapes = ()
         self.kind = ""
-        self._before: dict[str, deque[tuple[str, int]]] = {}
+        self._before: dict[str, deque[tuple[Shapes, int]]] = {}
         self._count = count
         self._watch = GrowthWatch()
         self._growth: Growth | None = None
         self._ended = self._first = 0
+
+    @property
+    def batch(self) -> str:
+        """Shapes of the batch at hand, `""` before the first."""
+        return describe_shapes(self._shapes)
 
     def begin_batch(self, batch: Any, kind: str) -> None:
         """Take a new batch; those of one kind (training, validation) are compared.
@@ -66,12 +74,14 @@ class RecentSteps:
         """
         if self.elements is not None:
             earlier = self._before.setdefault(self.kind, deque(maxlen=self._count))
-            earlier.append((self.batch, self.elements))
+            earlier.append((self._shapes, self.elements))
         self.kind = kind
         try:
-            self.batch, self.elements = shapes_of(batch), count_elements(batch)
+            tensors = tensors_of(batch)
+            self._shapes = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
+            self.elements = sum(tensor.numel() for tensor in tensors)
         except Exception:  # the run is not to end by that
-            self.batch, self.elements = "", None
+            self._shapes, self.elements = (), None
 
     def end_step(self, step: int, allocated: int, peak: int) -> None:
         """Take the memory of a step that has ended."""
@@ -103,7 +113,7 @@ class RecentSteps:
     def usual_batch(self) -> str:
         """Return the most frequent shapes among the batches before, `""` if there were none."""
         counts = Counter(shapes for shapes, _ in self._earlier())
-        return counts.most_common(1)[0][0] if counts else ""
+        return describe_shapes(counts.most_common(1)[0][0]) if counts else ""
 
     def usual_elements(self) -> int | None:
         """Return the median elements of the batches before, `None` if there were none."""
@@ -114,21 +124,20 @@ class RecentSteps:
         """Return the most elements of a batch before, `None` if there were none."""
         return max((elements for _, elements in self._earlier()), default=None)
 
-    def _earlier(self) -> deque[tuple[str, int]]:
+    def _earlier(self) -> deque[tuple[Shapes, int]]:
         return self._before.get(self.kind, deque())
 
 
-def shapes_of(batch: Any) -> str:
-    """Return the shapes and types of a batch's tensors in a few words.
+def describe_shapes(shapes: Shapes) -> str:
+    """Return shapes and types of tensors in a few words.
 
     Example:
         >>> import torch
-        >>> shapes_of([torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64)])
+        >>> describe_shapes(((torch.Size([4, 3]), torch.float32), (torch.Size([4]), torch.int64)))
         '[4, 3] float32, [4] int64'
     """
     counts = Counter(
-        f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-        for tensor in tensors_of(batch)
+        f"{list(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in shapes
     )
     words = [shape if count == 1 else f"{count} x {shape}" for shape, count in counts.items()]
     return ", ".join(words[:_MAX_SHAPES]) + (", ..." if len(words) > _MAX_SHAPES else "")

@@ -68,12 +68,8 @@ class RunMemory:
         self._live = list(_live_tensors())
         self.kinds: dict[int, str] = {}
         self.sizes: dict[str, int] = {}
-        parameters = list(model.parameters())
-        self._count(PARAMETERS, parameters)
-        self._count(GRADIENTS, (p.grad for p in parameters if p.grad is not None))
-        states = (optimizer.state for optimizer in optimizers)
-        self._count(OPTIMIZER_STATE, (tensor for each in states for tensor in tensors_in(each)))
-        self._count(BUFFERS, model.buffers())
+        for kind, tensors in tensors_by_kind(model, optimizers).items():
+            self._count(kind, tensors)
         self._count(BATCH, tensors_of(batch))
         with_graph = [tensor for tensor in self._live if has_graph(tensor)]
         here = [tensor for tensor in with_graph if self._storage(tensor) is not None]
@@ -117,6 +113,17 @@ class RunMemory:
             return None
         is_here = self._device.type == "cpu" or storage.device.index == self._device.index
         return storage if is_here else None
+
+
+def tensors_by_kind(model: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str, list[Tensor]]:
+    """Return what a run holds between its steps: parameters, gradients, state and buffers."""
+    parameters: list[Tensor] = list(model.parameters())
+    return {
+        PARAMETERS: parameters,
+        GRADIENTS: [p.grad for p in parameters if p.grad is not None],
+        OPTIMIZER_STATE: [tensor for each in optimizers for tensor in tensors_in(each.state)],
+        BUFFERS: list(model.buffers()),
+    }
 
 
 def _live_tensors() -> Iterator[Tensor]:

@@ -6,6 +6,18 @@ from lightning_memopt.core.autograd_graph import graph_nodes, is_freed, saved_te
 from lightning_memopt.core.storages import WeakStorage
 
 
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return 2 * x * grad
+
+
 def names(tensors, **kwargs):
     return sorted(node.name() for node in graph_nodes(tensors, **kwargs))
 
@@ -51,17 +63,6 @@ def test_what_a_node_keeps_is_seen_without_a_change_to_backward():
 
 
 def test_a_function_of_the_users_own_is_seen():
-    class Square(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x * x
-
-        @staticmethod
-        def backward(ctx, grad):
-            (x,) = ctx.saved_tensors
-            return 2 * x * grad
-
     x = torch.ones(10, requires_grad=True)
     assert sizes(Square.apply(x.neg())) == [40]
 
@@ -115,17 +116,6 @@ def test_a_node_is_freed_once_backward_has_been_through_it():
 
 
 def test_a_function_of_the_users_own_is_known_to_be_freed():
-    class Square(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x * x
-
-        @staticmethod
-        def backward(ctx, grad):
-            (x,) = ctx.saved_tensors
-            return 2 * x * grad
-
     y = Square.apply(torch.ones(10, requires_grad=True).neg())
     assert not is_freed(y.grad_fn)
     y.sum().backward()

@@ -1,12 +1,18 @@
 import pytest
 import torch
 
-from lightning_memopt.core.recent_steps import RecentSteps, StepRecord, shapes_of
+from lightning_memopt.core.recent_steps import RecentSteps, StepRecord
 from lightning_memopt.core.units import MIB
 
 
 def batch(n):
     return [torch.zeros(n, 3), torch.zeros(n, dtype=torch.int64)]
+
+
+def shapes_of(batch):
+    recent = RecentSteps(1)
+    recent.begin_batch(batch, "train")
+    return recent.batch
 
 
 def test_only_the_last_steps_are_kept():
