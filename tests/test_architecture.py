@@ -46,6 +46,7 @@ PLANNING = {
     for name in (
         "accumulation",
         "cache_policy",
+        "caching_allocator",
         "growth",
         "micro_batch_search",
         "oom_diagnosis",
