@@ -254,6 +254,7 @@ def test_no_bytes_are_no_memory():
     assert isinstance(block, Block)
     assert (block.size, *figures(allocator), *peaks(allocator)) == (0, 0, 0, 0, 0)
     allocator.free(block)
+    assert segments(allocator, []) == []
     allocator.allocate(1)
     assert figures(allocator) == (512, 2 * MIB)
 
