@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 import psutil
 import pynvml
 import torch
 
-
-@dataclass(frozen=True)
-class DeviceProcess:
-    """A process that holds memory of a device.
-
-    Attributes:
-        pid: Its number.
-        name: Its program, `"?"` where that can't be told.
-        used: Bytes that it holds, its context included.
-    """
-
-    pid: int
-    name: str
-    used: int
+from lightning_memopt.core.machine_facts import DeviceProcess
 
 
 def processes_on(device: torch.device) -> list[DeviceProcess]:
@@ -36,16 +23,26 @@ def processes_on(device: torch.device) -> list[DeviceProcess]:
         pynvml.nvmlInit()
         try:
             uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-            found = pynvml.nvmlDeviceGetComputeRunningProcesses(
-                pynvml.nvmlDeviceGetHandleByUUID(uuid)
-            )
+            return processes_of(pynvml.nvmlDeviceGetHandleByUUID(uuid))
         finally:
             pynvml.nvmlShutdown()
     except pynvml.NVMLError:
         return []
+
+
+def processes_of(handle: Any, nvml: Any = pynvml) -> list[DeviceProcess]:
+    """Return the processes on a device that NVIDIA's library has a handle of, likewise.
+
+    Args:
+        handle: The library's handle.
+        nvml: The library, initialised.
+
+    Raises:
+        NVMLError: The driver doesn't tell.
+    """
     processes = [
         DeviceProcess(each.pid, _name_of(each.pid), each.usedGpuMemory)
-        for each in found
+        for each in nvml.nvmlDeviceGetComputeRunningProcesses(handle)
         if each.usedGpuMemory is not None
     ]
     return sorted(processes, key=lambda process: -process.used)

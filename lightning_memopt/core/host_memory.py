@@ -12,6 +12,7 @@ import ctypes
 import functools
 import mmap
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -126,13 +127,33 @@ def limit_bytes() -> int:
     return min([total, *(resident + max(0, value) for value in room)])
 
 
+def cgroup_limit_bytes() -> int | None:
+    """Return the tightest limit of this process's control groups in bytes, `None` without one."""
+    limits: list[int] = []
+    for folder, (limit, *_) in _cgroups():
+        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+            limits.append(int((folder / limit).read_text()))
+    tightest = min(limits, default=None)
+    # Version 1 writes the largest number of pages for no limit.
+    is_limit = tightest is not None and tightest < psutil.virtual_memory().total
+    return tightest if is_limit else None
+
+
 def _cgroup_room() -> int | None:
     """Return the least room that a control group of this process has, and those around it."""
+    rooms: list[int] = []
+    for folder, names in _cgroups():
+        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+            rooms.append(_room_of_cgroup(folder, *names))
+    return min(rooms, default=None)
+
+
+def _cgroups() -> Iterator[tuple[Path, list[str]]]:
+    """Yield the folders of this process's control groups, innermost first, and their files."""
     try:
         lines = _CGROUPS_OF_PROCESS.read_text().splitlines()
     except OSError:
-        return None
-    rooms: list[int] = []
+        return
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
@@ -141,9 +162,7 @@ def _cgroup_room() -> int | None:
         inner = root / path.lstrip("/")
         # Inside a container the path may be the host's: then only the root is there to be read.
         for folder in (inner, *inner.parents[: len(inner.parts) - len(root.parts)]):
-            with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-                rooms.append(_room_of_cgroup(folder, *names))
-    return min(rooms, default=None)
+            yield folder, names
 
 
 def _room_of_cgroup(folder: Path, limit: str, usage: str, cached: str) -> int:
@@ -153,14 +172,19 @@ def _room_of_cgroup(folder: Path, limit: str, usage: str, cached: str) -> int:
     return room + int(statistics.get(cached, 0))
 
 
-def _address_space_room() -> int | None:
+def address_space_limit_bytes() -> int | None:
+    """Return `RLIMIT_AS`, the limit on the address space, in bytes, `None` without one."""
     try:
         import resource
     except ImportError:  # Windows
         return None
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    size = _status_bytes(b"VmSize:")
-    return None if limit == resource.RLIM_INFINITY or size is None else limit - size
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def _address_space_room() -> int | None:
+    limit, size = address_space_limit_bytes(), _status_bytes(b"VmSize:")
+    return None if limit is None or size is None else limit - size
 
 
 def _status_bytes(key: bytes) -> int | None:

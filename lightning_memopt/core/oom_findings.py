@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_memopt.core.allocator_state import AllocatorState, allocator_state
 from lightning_memopt.core.batches import tensors_of
-from lightning_memopt.core.device_processes import DeviceProcess, processes_on
+from lightning_memopt.core.device_processes import processes_on
 from lightning_memopt.core.failure_place import (
     MOVING,
     FailurePlace,
@@ -22,6 +22,7 @@ from lightning_memopt.core.failure_place import (
     local_variable,
 )
 from lightning_memopt.core.layers import select_layers
+from lightning_memopt.core.machine_facts import DeviceProcess
 from lightning_memopt.core.memory import read_memory
 from lightning_memopt.core.memory_history import Snapshot
 from lightning_memopt.core.memory_limits import limit_bytes

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 Precision = Literal["bf16-mixed", "16-mixed", "32-true"]
+BF16_CAPABILITY = (8, 0)
 PRECISIONS = ("auto", "bf16-mixed", "16-mixed", "32-true")
 
 
@@ -27,13 +28,18 @@ class PrecisionChoice:
 
 def choose_precision(device: torch.device) -> PrecisionChoice:
     """Choose bf16 where the device computes in it, else fp16 on CUDA, else fp32."""
-    if computes_in_bf16(device):
-        return PrecisionChoice("bf16-mixed", f"{device.type} computes in bf16")
-    if device.type == "cuda":
+    return choose_precision_of(device.type, computes_in_bf16(device))
+
+
+def choose_precision_of(kind: str, is_bf16: bool) -> PrecisionChoice:
+    """Choose likewise for a kind of device, without one at hand."""
+    if is_bf16:
+        return PrecisionChoice("bf16-mixed", f"{kind} computes in bf16")
+    if kind == "cuda":
         return PrecisionChoice("16-mixed", "this GPU has no bf16, so fp16 with a loss scaler")
-    if device.type == "cpu":
+    if kind == "cpu":
         return PrecisionChoice("32-true", "this CPU has neither AVX512-BF16 nor AMX")
-    return PrecisionChoice("32-true", f"{device.type} has no bf16")
+    return PrecisionChoice("32-true", f"{kind} has no bf16")
 
 
 def computes_in_bf16(device: torch.device) -> bool:
@@ -41,7 +47,7 @@ def computes_in_bf16(device: torch.device) -> bool:
     if device.type == "cuda":
         if torch.version.hip is not None:
             return bool(torch.cuda.is_bf16_supported())
-        return torch.cuda.get_device_capability(device) >= (8, 0)
+        return torch.cuda.get_device_capability(device) >= BF16_CAPABILITY
     if device.type == "xpu":
         return bool(torch.xpu.is_bf16_supported())
     if device.type == "mps":

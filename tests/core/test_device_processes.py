@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from lightning_memopt.core import device_processes
-from lightning_memopt.core.device_processes import DeviceProcess, processes_on
+from lightning_memopt.core.device_processes import processes_on
+from lightning_memopt.core.machine_facts import DeviceProcess
 
 
 @pytest.fixture

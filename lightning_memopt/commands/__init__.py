@@ -1,0 +1,1 @@
+"""What can be done from a shell, one command a file: arguments in, a page or JSON out."""
