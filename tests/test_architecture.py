@@ -45,12 +45,17 @@ PLANNING = {
     f"{CORE}.{name}"
     for name in (
         "accumulation",
+        "allocator_settings",
         "cache_policy",
         "caching_allocator",
+        "environment_advice",
         "growth",
+        "machine_advice",
+        "machine_facts",
         "micro_batch_search",
         "oom_diagnosis",
         "planner",
+        "visible_devices",
     )
 }
 LIGHTNING = {"lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning"}
@@ -196,7 +201,7 @@ def test_imports_go_one_way(module: str) -> None:
     assert wrong_imports(MODULES[module].read_text(), module) == []
 
 
-@pytest.mark.parametrize("name", ["accumulation", "cache_policy", "growth", "units", "checks"])
+@pytest.mark.parametrize("name", ["accumulation", "cache_policy", "growth", "machine_advice", "units", "checks"])
 def test_the_files_that_plan_exist_under_the_name_that_is_checked(name: str) -> None:
     assert f"{CORE}.{name}" in MODULES
 

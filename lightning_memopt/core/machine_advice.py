@@ -55,11 +55,12 @@ def why_no_cuda(machine: Machine) -> str | None:
     if torch.cuda is None and torch.hip is None:
         return f"torch {torch.version} is built without CUDA"
     variable = machine.variables.get(VARIABLE)
-    reasons = {device.hidden_by for device in machine.devices}
-    if variable is not None and (VARIABLE in reasons or not variable.strip()):
-        return f'{VARIABLE}="{variable}" hides every GPU'
+    hides = f'{VARIABLE}="{variable}" hides every GPU'
     if driver.error is not None:
-        return f"no NVIDIA driver answers: {driver.error}"
+        more = f"; and {hides}" if variable is not None and not variable.strip() else ""
+        return f"no NVIDIA driver answers: {driver.error}{more}"
+    if machine.devices and {device.hidden_by for device in machine.devices} == {VARIABLE}:
+        return hides
     if torch.cuda is not None and driver.cuda is not None:
         built = tuple(int(number) for number in torch.cuda.split(".")[:2])
         # A newer minor version runs on an older driver of the same major version.
@@ -165,9 +166,9 @@ def _suggestions(machine: Machine, precisions: dict[str, tuple[str, str]]) -> It
         yield Suggestion("EmptyCache()", reason)
     versions = {package.name: package.version for package in machine.packages}
     if versions.get("matplotlib"):
-        lines = " and pytorch_memlab" if versions.get("pytorch_memlab") else ""
-        kind = " (lines need CUDA)" if lines and not machine.has_cuda else ""
-        reason = f"matplotlib {versions['matplotlib']}{lines} for its pictures are here{kind}"
+        reason = f"matplotlib {versions['matplotlib']} draws its pictures"
+        if versions.get("pytorch_memlab") and machine.has_cuda:
+            reason += f", pytorch_memlab {versions['pytorch_memlab']} weighs lines"
         yield Suggestion("MemoryProfiler()", reason)
 
 

@@ -13,6 +13,7 @@ from lightning_memopt.core.machine_facts import Package
 
 _SUITE = "lightning-memopt"
 _NEEDED = ("torch", "lightning", "torchmetrics", "tensorboard")
+_FOR_DEVELOPERS = {"dev", "examples", "test"}
 _OPTIONAL = ("matplotlib", "pytorch_memlab", "torchvision", "torchao", "bitsandbytes")
 
 
@@ -46,6 +47,7 @@ def _package(
     # "torch 2.14.1+cpu" and release candidates are what they are built from.
     is_right = version is None or needs is None or needs.contains(Version(version), True)
     extras = [match[1] for each in found if (match := _EXTRA.search(str(each.marker or "")))]
+    extras.sort(key=lambda extra: (extra in _FOR_DEVELOPERS, extra))
     return Package(
         name,
         version,
