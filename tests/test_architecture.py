@@ -201,7 +201,9 @@ def test_imports_go_one_way(module: str) -> None:
     assert wrong_imports(MODULES[module].read_text(), module) == []
 
 
-@pytest.mark.parametrize("name", ["accumulation", "cache_policy", "growth", "machine_advice", "units", "checks"])
+@pytest.mark.parametrize(
+    "name", ["accumulation", "cache_policy", "growth", "machine_advice", "units", "checks"]
+)
 def test_the_files_that_plan_exist_under_the_name_that_is_checked(name: str) -> None:
     assert f"{CORE}.{name}" in MODULES
 
