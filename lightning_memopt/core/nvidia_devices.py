@@ -91,7 +91,7 @@ def _device(nvml: Any, handle: Any, card: Device | None = None) -> Device:
 
 def _total_and_free(nvml: Any, handle: Any) -> tuple[int | None, int | None]:
     """Return what programs may have, and what of it is free."""
-    memory = _ask(nvml.nvmlDeviceGetMemoryInfo, handle, getattr(nvml, "nvmlMemory_v2", None))
+    memory = _ask(nvml.nvmlDeviceGetMemoryInfo, handle, nvml.nvmlMemory_v2)
     if memory is not None:
         # What the driver keeps for itself no program gets: CUDA's total is without it, too.
         return int(memory.total - memory.reserved), int(memory.free)

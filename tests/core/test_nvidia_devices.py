@@ -1,7 +1,7 @@
 """Cards, MIG instances and refusals of a driver that isn't here; `tests/gpu` asks a real one."""
 
 # The names are those of NVIDIA.
-# ruff: noqa: N802
+# ruff: noqa: N802, N815
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def refuse(code=pynvml.NVML_ERROR_NOT_SUPPORTED):
 
 
 class Library:
-    """NVIDIA's library with one card in handles of its own: (name, memory, used, instances)."""
+    """NVIDIA's library whose handles are dicts of what they answer."""
 
     nvmlMemory_v2 = 2
 
