@@ -15,10 +15,9 @@ CUDA_NAME = "PYTORCH_CUDA_ALLOC_CONF"
 NAME = "PYTORCH_ALLOC_CONF"
 EXPANDABLE = "expandable_segments"
 _SINCE = (2, 9)  # the first that reads `NAME`
-# These read `NAME` but leave what only CUDA has at its default: pytorch/pytorch#183387.
-_HALF_READ = ((2, 9), (2, 11))
-# Between these the two names are read in one order by one part and in the other by another.
-_MIXED = ((2, 9), (2, 12))
+# Before this parts of PyTorch read the two names in different orders, and growing
+# segments set under `NAME` may be left off on CUDA: pytorch/pytorch#183387.
+_SETTLED = (2, 11)
 _NATIVE_ONLY = (
     EXPANDABLE,
     "garbage_collection_threshold",
@@ -92,14 +91,14 @@ def _faults_of_names(variables: Mapping[str, str], torch_version: tuple[int, int
         return
     if torch_version < _SINCE:
         yield f"`{NAME}` is not read by this PyTorch: set `{CUDA_NAME}`"
-    elif old is not None and _MIXED[0] <= torch_version < _MIXED[1]:
+    elif old is not None and torch_version < _SETTLED:
         yield (
             f"`{NAME}` and `{CUDA_NAME}` differ, and this PyTorch reads some settings from each: "
             f"unset `{NAME}`"
         )
     elif old is not None:
         yield f"`{NAME}` is not read as `{CUDA_NAME}` is set, too: unset one of them"
-    elif _HALF_READ[0] <= torch_version < _HALF_READ[1]:
+    elif torch_version < _SETTLED:
         yield (
             f"this PyTorch may ignore `{NAME}` on CUDA (pytorch/pytorch#183387): set `{CUDA_NAME}`"
         )

@@ -104,13 +104,15 @@ def _with_usable(device: Device, share: float) -> Device:
     """Return a device with what this process may use of it."""
     if device.torch_name is None or device.total is None or device.free is None:
         return device
-    own = 0
-    if torch.cuda.is_initialized():
+    cuda: Any = torch.cuda
+    own = reserved = 0
+    if cuda.is_initialized():
         # The allocator knows its own figures without a context on that device.
-        own = max(device.own, int(torch.cuda.memory_reserved(device.torch_name)))
-        if hasattr(torch.cuda, "get_per_process_memory_fraction"):
-            share = float(torch.cuda.get_per_process_memory_fraction(device.torch_name))
-    usable = min(int(share * device.total), device.free + own)
+        reserved = int(cuda.memory_reserved(device.torch_name))
+        own = max(device.own, reserved)
+        if hasattr(cuda, "get_per_process_memory_fraction"):
+            share = float(cuda.get_per_process_memory_fraction(device.torch_name))
+    usable = min(int(share * device.total), device.free + reserved)
     return replace(device, own=own, usable=usable)
 
 
@@ -157,13 +159,14 @@ def _mps() -> Device:
 
 
 def _torch() -> Torch:
+    module: Any = torch
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         is_available = torch.cuda.is_available()
     error = str(caught[-1].message) if caught else None
-    if not is_available and error is None and torch.backends.cuda.is_built():
+    if not is_available and error is None and module.backends.cuda.is_built():
         try:
-            torch.cuda.init()  # fails, and says why
+            module.cuda.init()  # fails, and says why
         except Exception as found:
             error = first_line(found)
     version = str(torch.__version__)

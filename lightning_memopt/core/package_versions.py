@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import re
 from importlib import metadata
+from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -24,7 +25,8 @@ def read_packages() -> tuple[Package, ...]:
     except metadata.PackageNotFoundError:  # run from a folder, not installed
         needs_python, requirements = "", []
     else:
-        needs_python = distribution.metadata.get("Requires-Python") or ""
+        facts: Any = distribution.metadata
+        needs_python = facts.get("Requires-Python", "")
         requirements = [Requirement(line) for line in distribution.requires or ()]
     python = Requirement(f"python{needs_python}")
     return (
