@@ -67,10 +67,14 @@ class _Framed(bytes):
     """Bytes that are records already."""
 
 
+def masked_checksum(data: bytes) -> int:
+    """Return the checksum of a record's length or data, masked as the format wants it."""
+    checksum: int = google_crc32c.value(data)
+    return ((checksum >> 15 | checksum << 17) + _MASK_DELTA) & 0xFFFFFFFF
+
+
 def _checksum(data: bytes) -> bytes:
-    checksum = google_crc32c.value(data)
-    masked = ((checksum >> 15 | checksum << 17) + _MASK_DELTA) & 0xFFFFFFFF
-    return struct.pack("<I", masked)
+    return struct.pack("<I", masked_checksum(data))
 
 
 def _take_framed_records(event_writer: Any) -> Any:
