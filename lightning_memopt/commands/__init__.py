@@ -1,1 +1,1 @@
-"""What can be done from a shell, one command a file: arguments in, a page or JSON out."""
+"""The commands of `lightning-memopt`: one file each, with `add_arguments` and `run`."""
