@@ -19,6 +19,8 @@ _PHASE_TAGS = {f"memory_phase/{phase}_peak_gib": phase for phase in PHASES}
 _COLOURS = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377", "#777777")
 _STYLES: dict[str, Any] = dict(zip(PHASES, ("-", "--", ":"), strict=True))
 _INCHES = (5.2, 3.1)  # of a panel
+_WIDTH = 1.3
+_FIRST_WIDTH = 2.4  # seen under another that is the same
 _DPI = 150
 _MAX_POINTS = 1000
 _MAX_NAME = 48
@@ -52,7 +54,17 @@ def draw_runs(runs: Sequence[Run]) -> Any:
     if phases:
         names = [_PHASE_TAGS[tag] for tag in phases]
         lines = [Line2D([], [], color="#444444", linestyle=_STYLES[name]) for name in names]
-        axes.legend(lines, names, loc="lower right", fontsize=9, frameon=True, framealpha=0.85)
+        axes.legend(  # beside the title, where it hides no line
+            lines,
+            names,
+            loc="lower right",
+            bbox_to_anchor=(1, 0.985),
+            ncols=len(names),
+            fontsize=9,
+            frameon=False,
+            columnspacing=1.0,
+            handlelength=1.8,
+        )
     figure.legend(
         [Line2D([], [], color=colour, linewidth=2) for colour in colours],
         [_short(run.name) for run in runs],
@@ -75,19 +87,19 @@ def save_picture(figure: Any, path: Path) -> None:
 
 def _draw_panel(axes: Any, runs: Sequence[Run], tags: dict[str, str], colours: list[Any]) -> None:
     curves = [
-        (_thinned(run.curves[tag]), colour, style)
+        (_thinned(run.curves[tag]), colour, style, _FIRST_WIDTH if run is runs[0] else _WIDTH)
         for run, colour in zip(runs, colours, strict=True)
         for tag, style in tags.items()
         if tag in run.curves
     ]
-    highest = max((value for (_, values), _, _ in curves for value in values), default=0) * GIB
+    highest = max((value for (_, values), *_ in curves for value in values), default=0) * GIB
     unit, name = (
         (GIB, "GiB") if highest >= GIB else (MIB, "MiB") if highest >= MIB else (2**10, "KiB")
     )
-    for (steps, values), colour, style in curves:
+    for (steps, values), colour, style, width in curves:
         marker = "o" if len(steps) == 1 else None  # a line of one point is none
         shown = [value * GIB / unit for value in values]
-        axes.plot(steps, shown, style, color=colour, linewidth=1.4, marker=marker, markersize=4)
+        axes.plot(steps, shown, style, color=colour, linewidth=width, marker=marker)
     axes.set_ylim(0, highest / unit * _HEADROOM or 1)
     axes.set_ylabel(name, fontsize=10)
     axes.set_xlabel("step", fontsize=10)
