@@ -41,8 +41,11 @@ class EventFile:
             for event in events:
                 self._events.add_event(event)  # which makes bytes of it at once
         else:
-            records = (frame_record(event.SerializeToString()) for event in events)
-            self._queue.write(_Framed(b"".join(records)))
+            records = b"".join(frame_record(event.SerializeToString()) for event in events)
+            if (
+                records
+            ):  # TensorBoard's thread doesn't count what is empty, and waits for it at the end
+                self._queue.write(_Framed(records))
 
     def _event(self, values: Mapping[str, float], step: int, walltime: float) -> Any:
         tags = tuple(values)

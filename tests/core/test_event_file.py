@@ -41,6 +41,18 @@ def test_all_values_of_a_step_are_one_event(tmp_path):
     assert all([v.tag for v in event.summary.value] == list(POINTS[0][0]) for event in written)
 
 
+def test_no_points_write_nothing_and_the_writer_still_closes(tmp_path):
+    writer = SummaryWriter(str(tmp_path))
+    queue = EventFile(writer._get_file_writer())._queue
+    given = []
+    queue.write = given.append
+    EventFile(writer._get_file_writer()).write([])
+    del queue.write
+    assert given == []
+    writer.close()
+    assert len(events(tmp_path)) == 1  # the version of the format
+
+
 def test_what_others_write_keeps_its_place(tmp_path):
     writer = SummaryWriter(str(tmp_path))
     writer.add_scalar("before", 1, 0)
