@@ -40,6 +40,7 @@ PUBLIC = {
 }
 CORE = "lightning_memopt.core"
 CALLBACKS = "lightning_memopt.callbacks"
+COMMANDS = "lightning_memopt.commands"  # on top of all: they may import core, callbacks, lightning
 LEAVES = {f"{CORE}.units", f"{CORE}.checks"}
 PLANNING = {
     f"{CORE}.{name}"
@@ -100,12 +101,13 @@ def wrong_imports(source: str, module: str) -> list[str]:
             and not (peers and name in packages)
         )
     if module.startswith(f"{CORE}."):
-        return sorted(name for name in names if is_or_is_inside(name, LIGHTNING | {CALLBACKS}))
+        above = LIGHTNING | {CALLBACKS, COMMANDS}
+        return sorted(name for name in names if is_or_is_inside(name, above))
     if module.startswith(f"{CALLBACKS}."):
         # A name with an underscore is a part of callbacks, not one.
         others = {other for other in MODULES if other.startswith(f"{CALLBACKS}.")} - {module}
         others = {other for other in others if not other.startswith(f"{CALLBACKS}._")}
-        wrong = {name for name in names if name == "lightning_memopt"}
+        wrong = {n for n in names if n == "lightning_memopt" or is_or_is_inside(n, {COMMANDS})}
         if module not in COMPOSERS:
             wrong |= {name for name in names if is_or_is_inside(name, others)}
         return sorted(wrong)
@@ -265,6 +267,7 @@ def test_examples_in_docstrings_run(module: str) -> None:
         (f"{CORE}.memory", "def f():\n    import pytorch_lightning", ["pytorch_lightning"]),
         (f"{CORE}.memory", "import_module('lightning.fabric')", ["lightning.fabric"]),
         (f"{CORE}.memory", "from ..callbacks import _base", [CALLBACKS, f"{CALLBACKS}._base"]),
+        (f"{CORE}.memory", f"import {COMMANDS}.report", [f"{COMMANDS}.report"]),
         (f"{CORE}.units", "import torch", ["torch"]),
         (f"{CORE}.units", f"from {CORE}.checks import f", [f"{CORE}.checks", f"{CORE}.checks.f"]),
         (f"{CORE}.cache_policy", "import torch.nn", ["torch.nn"]),
@@ -277,6 +280,8 @@ def test_examples_in_docstrings_run(module: str) -> None:
         (f"{CALLBACKS}.new", "from . import memory_monitor", [f"{CALLBACKS}.memory_monitor"]),
         (f"{CALLBACKS}._new", "from . import memory_monitor", [f"{CALLBACKS}.memory_monitor"]),
         (f"{CALLBACKS}.new", "from lightning_memopt import A", ["lightning_memopt"]),
+        (f"{CALLBACKS}.new", "from ..commands import a", [COMMANDS, f"{COMMANDS}.a"]),
+        (f"{CALLBACKS}.memory_optimizer", f"import {COMMANDS}.a", [f"{COMMANDS}.a"]),
     ],
 )
 def test_a_wrong_import_is_found(module: str, source: str, found: list[str]) -> None:
@@ -292,6 +297,8 @@ def test_a_wrong_import_is_found(module: str, source: str, found: list[str]) -> 
         (f"{CALLBACKS}.new", "import lightning.pytorch as pl\nfrom ._lightning import f"),
         (f"{CALLBACKS}.new", f"from {CALLBACKS}._base import A\nfrom {CORE}.memory import f"),
         (f"{CALLBACKS}.memory_optimizer", f"from {CALLBACKS}.memory_monitor import A"),
+        (f"{COMMANDS}.new", f"import lightning\nfrom {CALLBACKS}.memory_monitor import A"),
+        (f"{COMMANDS}.new", f"from {CORE}.memory import f\nfrom lightning_memopt import A"),
     ],
 )
 def test_a_right_import_passes(module: str, source: str) -> None:

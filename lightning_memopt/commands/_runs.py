@@ -86,9 +86,11 @@ def find_runs(directories: Iterable[Path]) -> list[Run]:
                 "a run with `TensorBoardLogger` writes one"
             )
         found += sorted(under, key=_natural_order)
-    unique = list({path.resolve(): path for path in reversed(found)}.values())[::-1]
+    unique: dict[Path, Path] = {}
+    for path in found:
+        unique.setdefault(path.resolve(), path)
     root = Path(os.path.commonpath(tops))
-    return [Run(_name(path, root), path) for path in unique]
+    return [Run(_name(path, root), path) for path in unique.values()]
 
 
 def read_runs(runs: Iterable[Run]) -> None:

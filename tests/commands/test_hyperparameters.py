@@ -31,11 +31,11 @@ def test_nested_keys_are_flat_and_plain_lists_are_one_value(tmp_path):
 
 def test_what_lightning_saves_is_read_without_making_objects_of_it(tmp_path):
     class Model(pl.LightningModule):
-        def __init__(self, lr, shape, act, dtype):
+        def __init__(self, lr, shape, act):
             super().__init__()
             self.save_hyperparameters()
 
-    model = Model(0.1, (3, 4), torch.nn.functional.relu, torch.float32)
+    model = Model(0.1, (3, 4), torch.nn.functional.relu)
     logger = CSVLogger(tmp_path, name=None, version="")
     logger.log_hyperparams(model.hparams)
     logger.save()
