@@ -92,7 +92,7 @@ def figures_of(run: Run) -> list[Figure]:
         found.append(Figure(key, label, value, kind, at, axis))
 
     add("peak_allocated_bytes", "peak allocated", "memory/peak_allocated_gib", _highest, "bytes")
-    add("peak_reserved_bytes", "peak reserved", "memory/reserved_gib", _highest, "bytes")
+    add("peak_reserved_bytes", "highest reserved", "memory/reserved_gib", _highest, "bytes")
     add("end_allocated_bytes", "allocated at the end", "memory/allocated_gib", _last, "bytes")
     for phase in PHASES:
         tag = f"memory_phase/{phase}_peak_gib"

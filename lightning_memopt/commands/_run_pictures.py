@@ -20,7 +20,7 @@ _COLOURS = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377", "#
 _STYLES: dict[str, Any] = dict(zip(PHASES, ("-", "--", ":"), strict=True))
 _INCHES = (5.2, 3.1)  # of a panel
 _WIDTH = 1.3
-_FIRST_WIDTH = 2.4  # seen under another that is the same
+_FIRST_WIDTH = 2.2  # seen under another that is the same
 _DPI = 150
 _MAX_POINTS = 1000
 _MAX_NAME = 48
@@ -87,7 +87,12 @@ def save_picture(figure: Any, path: Path) -> None:
 
 def _draw_panel(axes: Any, runs: Sequence[Run], tags: dict[str, str], colours: list[Any]) -> None:
     curves = [
-        (_thinned(run.curves[tag]), colour, style, _FIRST_WIDTH if run is runs[0] else _WIDTH)
+        (
+            _thinned(run.curves[tag]),
+            colour,
+            style,
+            _FIRST_WIDTH if run is runs[0] and len(runs) > 1 else _WIDTH,
+        )
         for run, colour in zip(runs, colours, strict=True)
         for tag, style in tags.items()
         if tag in run.curves

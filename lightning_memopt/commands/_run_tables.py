@@ -91,4 +91,4 @@ def _signed(difference: float | None, kind: Kind) -> str:
 
 def _value(value: Any) -> str:
     text = str(value)
-    return text if len(text) <= _MAX_VALUE else f"{text[: _MAX_VALUE - 1]}…"
+    return text if len(text) <= _MAX_VALUE else f"{text[: _MAX_VALUE - 3]}..."

@@ -96,7 +96,7 @@ def find_runs(directories: Iterable[Path]) -> list[Run]:
 def read_runs(runs: Iterable[Run]) -> None:
     """Read what the event files of runs hold; progress goes to stderr where it takes long."""
     files = [(run, path) for run in runs for path in _event_files(run.directory)]
-    progress = _Progress(sum(path.stat().st_size for _, path in files))
+    progress = _Progress(sum(_size(path) for _, path in files))
     for run, path in files:
         try:
             _read_file(path, run.curves, progress)
@@ -163,6 +163,13 @@ def _is_event_file(name: str) -> bool:
 
 def _event_files(directory: Path) -> list[Path]:
     return sorted(path for path in directory.iterdir() if _is_event_file(path.name))
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:  # which reading will meet again, and say
+        return 0
 
 
 def _natural_order(path: Path) -> list[list[tuple[bool, int, str]]]:

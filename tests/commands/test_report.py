@@ -10,6 +10,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from PIL import Image
 
 from lightning_memopt import MemoryMonitor
+from lightning_memopt.core.event_file import frame_record
 from lightning_memopt.core.units import GIB, MIB
 from tests.commands.runs import START_S, memory_points, report, report_json, write_run
 from tests.models import Blocks, make_trainer
@@ -167,6 +168,14 @@ def test_a_run_without_points_is_listed(tmp_path, capsys):
     assert "no points" in out
 
 
+def test_a_long_value_is_cut_without_a_letter_that_terminals_may_lack(tmp_path, capsys):
+    write_run(tmp_path / "logs" / "a", memory_points([4]), f"a: {'x' * 200}\n")
+    write_run(tmp_path / "logs" / "b", memory_points([4]), f"a: {'y' * 200}\n")
+    _, out, _ = report(capsys, "logs", "--no-png")
+    assert "..." in out
+    assert "\u2026" not in out
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_tables_fit_the_terminal_whatever_the_names(tmp_path, capsys, monkeypatch, width):
     monkeypatch.setenv("COLUMNS", str(width))
@@ -242,6 +251,24 @@ def test_a_file_that_is_cut_off_counts_up_to_there(two_runs, capsys):
     document = report_json(capsys, two_runs, "--no-png")
     assert [run["points"] for run in document["runs"]] == [2, 3]
     assert "ends in the middle of a record" in document["warnings"][0]
+
+
+def test_a_file_that_cannot_be_opened_is_a_warning(two_runs, capsys):
+    gone = two_runs / "version_2" / "events.out.tfevents.9.gone"
+    gone.symlink_to(two_runs / "nowhere")
+    document = report_json(capsys, two_runs, "--no-png")
+    assert [run["points"] for run in document["runs"]] == [3, 3]
+    assert document["warnings"] == [
+        f"{gone} can't be read: No such file or directory; it is left out"
+    ]
+
+
+def test_records_of_something_else_are_a_warning(two_runs, capsys):
+    (file,) = (two_runs / "version_2").glob("events*")
+    file.write_bytes(file.read_bytes() + frame_record(b"\xff" * 9))
+    document = report_json(capsys, two_runs, "--no-png")
+    assert [run["points"] for run in document["runs"]] == [3, 3]
+    assert "holds something else than events" in document["warnings"][0]
 
 
 def test_nothing_that_can_be_read_is_a_mistake(tmp_path, capsys):
