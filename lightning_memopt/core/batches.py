@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import itemgetter
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
@@ -67,7 +69,7 @@ def split_batch(batch: Any, k: int) -> list[Any]:
     part, extra = divmod(samples, k)
     ends = [(i + 1) * part + min(i + 1, extra) for i in range(k)]
     return [
-        _slice(batch, start, end, lists_hold_samples)
+        _choose(batch, itemgetter(slice(start, end)), lists_hold_samples)
         for start, end in zip([0, *ends], ends, strict=False)
     ]
 
@@ -94,7 +96,29 @@ def take_samples(batch: Any, n: int) -> Any:
     samples, lists_hold_samples = _samples(batch)
     if not 1 <= n <= samples:
         raise ValueError(f"`n` must be from 1 to the {samples} samples of the batch, got {n}.")
-    return _slice(batch, 0, n, lists_hold_samples)
+    return _choose(batch, itemgetter(slice(n)), lists_hold_samples)
+
+
+def repeat_samples(batch: Any, n: int) -> Any:
+    """Return a batch of `n` samples, in memory of its own, by repeating or dropping samples.
+
+    Args:
+        batch: A batch as a loader gives it; see `split_batch`.
+        n: Number of samples, at least one.
+
+    Returns:
+        A batch of the same types.
+
+    Raises:
+        TypeError: The samples can't be told.
+
+    Example:
+        >>> import torch
+        >>> repeat_samples({"x": torch.arange(2)}, 5)
+        {'x': tensor([0, 1, 0, 1, 0])}
+    """
+    _, lists_hold_samples = _samples(batch)
+    return _choose(batch, lambda samples: _repeated(samples, n), lists_hold_samples)
 
 
 def count_elements(batch: Any) -> int:
@@ -186,24 +210,28 @@ def _sizes(value: Any, lists_hold_samples: bool, depth: int = 0) -> Iterator[int
             yield from _sizes(item, lists_hold_samples, depth + 1)
 
 
-def _slice(value: Any, start: int, end: int, lists_hold_samples: bool, depth: int = 0) -> Any:
+def _choose(
+    value: Any, choose: Callable[[Any], Any], lists_hold_samples: bool, depth: int = 0
+) -> Any:
+    """Return a batch of the samples that are chosen of each tensor and list of them."""
     if isinstance(value, Tensor):
-        return value[start:end] if value.dim() else value
+        return choose(value) if value.dim() else value
     if isinstance(value, PackedSequence):
-        return _slice_packed(value, start, end)
+        padded, lengths = map(choose, pad_packed_sequence(value, batch_first=True))
+        return pack_padded_sequence(padded, lengths, batch_first=True, enforce_sorted=False)
     if _holds_samples(value, lists_hold_samples, depth):
-        return value[start:end]
-    items = list(items_of(value))
-    if not items:
-        return value
-    cut = [(key, _slice(item, start, end, lists_hold_samples, depth + 1)) for key, item in items]
-    return rebuild(value, cut)
+        return choose(value)
+    items = [(k, _choose(x, choose, lists_hold_samples, depth + 1)) for k, x in items_of(value)]
+    return rebuild(value, items) if items else value
 
 
-def _slice_packed(value: PackedSequence, start: int, end: int) -> PackedSequence:
-    padded, lengths = pad_packed_sequence(value, batch_first=True)
-    part, part_lengths = padded[start:end], lengths[start:end]
-    return pack_padded_sequence(part, part_lengths, batch_first=True, enforce_sorted=False)
+def _repeated(samples: Any, n: int) -> Any:
+    if not isinstance(samples, Tensor):
+        return (samples * -(-n // len(samples)))[:n]
+    samples = samples[:n].clone()
+    while len(samples) < n:
+        samples = torch.cat([samples, samples[: n - len(samples)]])
+    return samples
 
 
 def _holds_samples(value: Any, lists_hold_samples: bool, depth: int) -> bool:
