@@ -1,4 +1,4 @@
-"""`lightning-memopt doctor`: what this machine offers a training run, and what is in its way."""
+"""What this machine offers a training run, and what is in its way."""
 
 from __future__ import annotations
 
