@@ -126,12 +126,14 @@ def read_anatomy(
     if replay.libraries_at_peak:
         parts.append(Part(UNTRACED, "", replay.libraries_at_peak))
     traced = sum(part.size for part in parts)
-    if replay.peak > traced:
-        parts.append(Part(ROUNDING, "", replay.peak - traced))
-    if measured is not None and measured > replay.peak:
-        parts.append(Part(UNTRACED, "", measured - replay.peak))
+    # Another backend than PyTorch's own may round less.
+    peak = replay.peak if measured is None else max(measured, traced)
+    rounding = min(replay.peak, peak) - traced
+    for kind, size in ((ROUNDING, rounding), (UNTRACED, peak - traced - rounding)):
+        if size:
+            parts.append(Part(kind, "", size))
     return Anatomy(
-        peak=replay.peak if measured is None else measured,
+        peak=peak,
         phase=replay.phase_of_peak,
         parts=tuple(sorted(parts, key=lambda part: -part.size)),
         kept=tuple(_kept(replay.kept)),
