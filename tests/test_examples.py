@@ -32,6 +32,9 @@ RUN_HERE = {
     "benchmarks/monitor_cost.py",
     "benchmarks/checkpointing_cost.py",
     "benchmarks/accumulation_search.py",
+    "benchmarks/estimate_accuracy.py",
+    "benchmarks/model_zoo.py",
+    "benchmarks/network_memory.py",
 }
 
 # Lightning and its command line warn of their own dependencies here; examples are no test of that.
@@ -216,3 +219,54 @@ def test_the_search_benchmark_times_steps_that_are_not_cut(
     for name, row in rows.items():
         assert name in printed
         assert row["step_ms"] > 0
+
+
+def test_the_accuracy_benchmark_predicts_without_a_gpu_and_shows_measured_errors(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    benchmark = importlib.import_module("estimate_accuracy")
+    options = ["--models", "gru", "--sizes=1", "--workers=1", "--out=figures.jsonl"]
+    benchmark.main(["--predict-only", *options])
+    capsys.readouterr()
+    rows = [json.loads(line) for line in Path("figures.jsonl").read_text().splitlines()]
+    assert [(row["model"], row["precision"]) for row in rows] == [
+        ("gru", "32-true"),
+        ("gru", "bf16-mixed"),
+    ]
+    assert all(row["predicted"] > 400 * 2**20 and not row["reason"] for row in rows)
+    for row, off in zip(rows, (1.02, 0.9), strict=True):
+        row["measured"] = row["predicted"] / off
+    Path("figures.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    benchmark.main(["--table=figures.jsonl"])
+    printed = capsys.readouterr().out
+    assert "+2.0%" in printed
+    assert "-10.0%" in printed
+    assert "1 of 2 cases within 5%, 0 of 1 models in all their cases" in printed
+    assert "largest 10.0%" in printed
+
+
+def test_the_zoo_has_models_of_all_families_that_can_be_made() -> None:
+    zoo = importlib.import_module("model_zoo").ZOO
+    assert len(zoo) >= 25
+    assert {entry.family for entry in zoo.values()} == {
+        *("torchvision", "segmentation", "detection", "timm", "transformers", "own")
+    }
+    for name in ("unet", "lstm", "gpt"):
+        assert zoo[name].make()
+        assert zoo[name].batch(2)[0].shape[0] == 2
+
+
+def test_the_network_benchmark_shows_that_parameters_decide_little(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    importlib.import_module("network_memory").main(
+        ["--batch=2", "--pixels=64", "--json=figures.json"]
+    )
+    rows = json.loads((tmp_path / "figures.json").read_text())
+    assert len(rows) == 8
+    resnet, efficient = rows[0], rows[1]
+    assert resnet["parameters"] == 25_557_032
+    assert resnet["weights_bytes"] == 4 * resnet["parameters"]
+    parameters, kept = (efficient[key] / resnet[key] for key in ("parameters", "kept_bytes"))
+    assert parameters < 0.25 < kept
+    assert "25.56 M" in capsys.readouterr().out
