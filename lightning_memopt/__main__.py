@@ -9,11 +9,11 @@ import sys
 from rich.console import Console
 
 from lightning_memopt import __version__
-from lightning_memopt.commands import doctor, report
+from lightning_memopt.commands import doctor, estimate, report
 from lightning_memopt.commands._errors import CommandError
 
 # Its name is that of its file, its help the first line of that.
-_COMMANDS = (doctor, report)
+_COMMANDS = (estimate, report, doctor)
 _INTERRUPTED = 130  # as a shell says that Ctrl-C ended a command
 
 
