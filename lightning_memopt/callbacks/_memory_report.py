@@ -6,7 +6,8 @@ from typing import Any
 
 from rich.table import Table
 
-from lightning_memopt.core.step_memory import StepMemory
+from lightning_memopt.core.memory import MemoryReading
+from lightning_memopt.core.step_memory import StepMemory, spread
 from lightning_memopt.core.units import GIB, format_bytes
 
 _PHASES = ("forward", "backward", "optimizer")
@@ -34,6 +35,21 @@ def point_of_step(memory: StepMemory, peak: int) -> dict[str, float]:
     if memory.alloc_retries is not None:
         values["memory/alloc_retries"] = float(memory.alloc_retries)
     return values
+
+
+def point_of_ranks(peaks: list[float]) -> dict[str, float]:
+    """Return the point that compares the peaks of all ranks."""
+    ranks = spread(peaks)
+    values = {f"memory_ranks/peak_{name}_gib": ranks[name] for name in ("min", "mean", "max")}
+    return values | {"memory_ranks/peak_max_rank": ranks["max_rank"]}
+
+
+def describe_plan(device: str, reading: MemoryReading, every_n_steps: int) -> str:
+    """Return in a line what is read, and how often."""
+    of_total = f" of {format_bytes(reading.device_total)}" if reading.device_total else ""
+    steps = "step" if every_n_steps == 1 else f"{every_n_steps} steps"
+    sampled = "; no peak is kept there, it is sampled" if reading.peak is None else ""
+    return f"reading {device}{of_total}, a point every {steps}{sampled}"
 
 
 def peak_table(summary: dict[str, Any]) -> Table:

@@ -13,11 +13,18 @@ from rich.console import Console
 from lightning_memopt.callbacks._base import SuiteCallback
 from lightning_memopt.callbacks._leak_watch import LeakWatch
 from lightning_memopt.callbacks._lightning import PointWriter, is_window_end, logged_step
-from lightning_memopt.callbacks._memory_report import CURVES, peak_table, point_of_step
+from lightning_memopt.callbacks._memory_report import (
+    CURVES,
+    describe_plan,
+    peak_table,
+    point_of_ranks,
+    point_of_step,
+)
+from lightning_memopt.callbacks._step_anatomy import StepAnatomy
 from lightning_memopt.core.checks import check_bool, check_positive_int
 from lightning_memopt.core.peaks import watched_resets
-from lightning_memopt.core.step_memory import BETWEEN, StepMemory, spread
-from lightning_memopt.core.units import GIB, format_bytes
+from lightning_memopt.core.step_memory import BETWEEN, StepMemory
+from lightning_memopt.core.units import GIB
 
 _STEP = "step"
 
@@ -47,7 +54,10 @@ class MemoryMonitor(SuiteCallback):
             peak counts for the run alone. Raising it saves the cost of those reads; a leak is
             found later.
         phases: Whether to read the peak of forward, backward and optimizer step apart.
-        verbose: Whether to print the table at the end of fit.
+        verbose: Whether to print the anatomy and the table at the end of fit.
+        anatomy: Whether to say where the bytes of a step are: printed, in TensorBoard and in
+            `summary()`. The first two steps are traced for it: they compute the same, but slower.
+            Compiled models and strategies other than one device and DDP are left out.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -71,13 +81,21 @@ class MemoryMonitor(SuiteCallback):
     _device = ""
     _steps = 0
 
-    def __init__(self, every_n_steps: int = 1, phases: bool = True, verbose: bool = True) -> None:
+    def __init__(
+        self,
+        every_n_steps: int = 1,
+        phases: bool = True,
+        verbose: bool = True,
+        anatomy: bool = True,
+    ) -> None:
         check_positive_int("every_n_steps", every_n_steps)
         check_bool("phases", phases)
         check_bool("verbose", verbose)
+        check_bool("anatomy", anatomy)
         self.every_n_steps = every_n_steps
         self.phases = phases
         self.verbose = verbose
+        self.anatomy = anatomy
 
     def summary(self) -> dict[str, Any]:
         """Return the figures of the run so far, or of the last one; needs no logger.
@@ -85,10 +103,16 @@ class MemoryMonitor(SuiteCallback):
         Returns:
             Sizes in bytes under keys that end in `_bytes`: the run's peak with its phase, step and
             epoch, the peak of each phase, what was allocated and reserved at the last boundary; the
-            device and the number of steps read. Empty before the first run.
+            device, the number of steps read, the `anatomy` of a step. Empty before the first run.
         """
         if self._memory is not None:
-            own = {"device": self._device, "steps": self._steps, **self._memory.summary()}
+            own: dict[str, Any] = {
+                "device": self._device,
+                "steps": self._steps,
+                **self._memory.summary(),
+            }
+            if self._traced.found is not None:
+                own["anatomy"] = self._traced.found.as_dict()
             phases = own["phases"] | self._before.get("phases", {})
             self._summary = own | self._before | {"phases": phases}
         return dict(self._summary)
@@ -106,24 +130,27 @@ class MemoryMonitor(SuiteCallback):
             self._before = {k: v for k, v in self._summary.items() if self._summary["steps"]}
         self._writer = PointWriter(trainer)
         self._memory = StepMemory(device)
+        is_wanted = self.anatomy and stage == "fit"
+        self._traced = StepAnatomy(
+            trainer, pl_module, self._memory.counter, self.verbose, is_wanted
+        )
         self._leaks = LeakWatch(device)
         self.undo.enter_context(watched_resets())
         self.undo.callback(self._let_go)
+        self.undo.callback(self._traced.stop)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Say what is read, and put the curves on shared charts."""
-        reading = self._running.reading
-        of_total = f" of {format_bytes(reading.device_total)}" if reading.device_total else ""
-        steps = "step" if self.every_n_steps == 1 else f"{self.every_n_steps} steps"
-        sampled = "; no peak is kept there, it is sampled" if reading.peak is None else ""
-        rank_zero_info(
-            f"MemoryMonitor: reading {self._device}{of_total}, a point every {steps}{sampled}"
-        )
+        plan = describe_plan(self._device, self._running.reading, self.every_n_steps)
+        rank_zero_info(f"MemoryMonitor: {plan}")
         self._writer.add_layout(CURVES)
 
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, *_: Any
+    ) -> None:
         """Begin a step with the first batch of its window."""
         step = logged_step(trainer)
+        self._traced.begin_batch(batch)
         if self._in_step or step % self.every_n_steps:
             return
         self._running.begin_step(step, trainer.current_epoch)
@@ -132,17 +159,23 @@ class MemoryMonitor(SuiteCallback):
 
     def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
         """End a forward."""
-        self._end_phase(trainer, "forward")
+        self._end_phase(trainer, "forward", next_phase="backward")
 
     def on_after_backward(self, trainer: pl.Trainer, *_: Any) -> None:
         """End a backward."""
         self._saw_backward = True
-        self._end_phase(trainer, "backward")
+        # Another micro-batch may follow.
+        self._end_phase(trainer, "backward", next_phase="forward")
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Begin the optimizer's step."""
+        self._traced.begin_phase("optimizer")
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, _: Any, outputs: Any = None, batch: Any = None, *__: Any
     ) -> None:
         """End a step with the last batch of its window, and write its point."""
+        self._traced.end_batch(is_window_end(trainer))
         if not self._in_step or not is_window_end(trainer):
             return
         memory = self._running
@@ -166,13 +199,12 @@ class MemoryMonitor(SuiteCallback):
         if trainer.world_size == 1:
             return
         mine = torch.tensor(peak, device=trainer.strategy.root_device)
-        ranks = spread(trainer.strategy.all_gather(mine).flatten().tolist())
-        values = {f"memory_ranks/peak_{name}_gib": ranks[name] for name in ("min", "mean", "max")}
-        values["memory_ranks/peak_max_rank"] = ranks["max_rank"]
-        self._writer.add(values, logged_step(trainer) - 1)  # of the epoch's last step
+        peaks = trainer.strategy.all_gather(mine).flatten().tolist()
+        self._writer.add(point_of_ranks(peaks), logged_step(trainer) - 1)  # of the last step
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print where the run peaked."""
+        self._traced.end()
         if self.verbose and trainer.is_global_zero:
             Console().print(peak_table(self.summary()))
 
@@ -205,7 +237,8 @@ class MemoryMonitor(SuiteCallback):
             raise RuntimeError("`MemoryMonitor` was asked for memory outside a run.")
         return self._memory
 
-    def _end_phase(self, trainer: pl.Trainer, phase: str) -> None:
+    def _end_phase(self, trainer: pl.Trainer, phase: str, next_phase: str) -> None:
+        self._traced.begin_phase(next_phase)
         if self._in_step and self.phases:
             self._running.end_phase(phase, logged_step(trainer), trainer.current_epoch)
 
@@ -213,5 +246,5 @@ class MemoryMonitor(SuiteCallback):
         self._writer.flush()
         self.summary()
         self._memory = None
-        del self._leaks
+        del self._leaks, self._traced
         del self._writer  # holds the loggers, which don't pickle

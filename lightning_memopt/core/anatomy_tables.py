@@ -12,12 +12,13 @@ from rich.text import Text
 from lightning_memopt.core.anatomy import Anatomy
 from lightning_memopt.core.units import format_bytes
 
+_LEAST = 0.0005  # share of the peak that has a row of its own
 _MAX_ROWS = 6  # of what is kept, by module, operator and type; the rest is summed
 
 
 def anatomy_tables(anatomy: Anatomy) -> Group:
     """Return a table of what is there at the peak, and one of what forward keeps for backward."""
-    how = "measured" if anatomy.is_measured else "predicted"
+    how = "measured" if anatomy.is_measured else "computed"
     heading = _heading(f"peak {format_bytes(anatomy.peak)}", f"{how}, in {anatomy.phase}")
     if not anatomy.kept:
         return Group(heading, peak_table(anatomy))
@@ -30,8 +31,12 @@ def anatomy_tables(anatomy: Anatomy) -> Group:
 def peak_table(anatomy: Anatomy) -> Table:
     """Return what the bytes at the peak are used for."""
     table = _table("at the peak", "type")
-    for part in anatomy.parts:
+    least = anatomy.peak * _LEAST
+    small = [part.size for part in anatomy.parts if part.size < least]
+    for part in anatomy.parts[: -len(small) or None]:  # they are sorted
         _add(table, part.size, anatomy.peak, part.kind, part.dtype)
+    if small:
+        _add(table, sum(small), anatomy.peak, f"{len(small)} smaller", "")
     return table
 
 

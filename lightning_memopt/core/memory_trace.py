@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from lightning_memopt.core.module_hooks import ModuleHook, hookable_modules
 
@@ -84,6 +84,15 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 is_weight = isinstance(tensor, nn.Parameter)
                 lifetime.is_frozen = is_weight and not tensor.requires_grad
 
+    def leave(self) -> None:
+        """Leave the trace, also where another mode was entered after it and is still there."""
+        modes: list[Any] = list(_get_current_dispatch_mode_stack())
+        position = next((i for i, mode in enumerate(modes) if mode is self), len(modes))
+        for mode in reversed(modes[position:]):
+            mode.__exit__(None, None, None)
+        for mode in modes[position + 1 :]:
+            mode.__enter__()
+
     def stop(self) -> None:
         """Take down no more deaths."""
         self._live.clear()
@@ -154,6 +163,11 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _leave(self, name: str, module: nn.Module) -> None:
         while self._modules and self._modules.pop() != name:
             pass
+
+
+def is_in_dispatch_mode() -> bool:
+    """Return whether another mode sees the operators of this thread."""
+    return bool(_get_current_dispatch_mode_stack())
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

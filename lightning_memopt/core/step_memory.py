@@ -33,18 +33,19 @@ class StepMemory:
     """Follows a run from boundary to boundary and keeps the peak of each phase.
 
     Attributes:
+        counter: Keeps the peaks of any spans.
         reading: The figures at the last boundary.
         phases: Highest peak of each phase of the run so far.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._counter = peak_counter(device)
-        self._run = self._counter.open()
-        self._lap = self._counter.open()
-        self._epoch = self._counter.open()
+        self.counter = peak_counter(device)
+        self._run = self.counter.open()
+        self._lap = self.counter.open()
+        self._epoch = self.counter.open()
         self._step_peaks: dict[str, int] = {}
         self._ended: int | None = None
-        self.reading: MemoryReading = self._counter.fold()
+        self.reading: MemoryReading = self.counter.fold()
         self._retries_before = self.reading.alloc_retries or 0
         self.phases: dict[str, PhasePeak] = {}
 
@@ -81,7 +82,7 @@ class StepMemory:
             The peak in bytes.
         """
         self._ended = None
-        peak, self.reading = self._counter.lap(self._lap)
+        peak, self.reading = self.counter.lap(self._lap)
         best = self.phases.get(name)
         if best is None or peak > best.peak:
             self.phases[name] = PhasePeak(peak, step, epoch)
@@ -94,11 +95,11 @@ class StepMemory:
     def end_epoch(self) -> int:
         """Return the peak since the last epoch ended, in bytes."""
         self._ended = None
-        return self._counter.lap(self._epoch)[0]
+        return self.counter.lap(self._epoch)[0]
 
     def summary(self) -> dict[str, Any]:
         """Return the run so far; sizes in bytes, under keys that end in `_bytes`."""
-        self._counter.fold()
+        self.counter.fold()
         reading = self.reading
         phase, best = max(
             self.phases.items(),

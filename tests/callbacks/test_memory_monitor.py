@@ -671,7 +671,7 @@ def test_resets_by_other_code_are_watched_while_it_runs_and_no_longer():
 
 
 def test_a_table_at_the_end_tells_phases_and_the_gap(capsys):
-    make_trainer(MemoryMonitor(), max_epochs=2).fit(Blocks(n=8))
+    make_trainer(MemoryMonitor(anatomy=False), max_epochs=2).fit(Blocks(n=8))
     printed = capsys.readouterr().out
     title = " ".join(printed.split("┏")[0].split())
     assert title.startswith("Memory of cpu: peak ")
@@ -941,6 +941,7 @@ def test_ranks_are_compared_at_the_end_of_an_epoch_and_rank_zero_alone_writes(tm
         ({"phases": 1}, TypeError, "^`phases`.* 1"),
         ({"phases": "no"}, TypeError, "^`phases`.* 'no'"),
         ({"verbose": None}, TypeError, "^`verbose`.* None"),
+        ({"anatomy": "yes"}, TypeError, "^`anatomy`.* 'yes'"),
     ],
 )
 def test_a_bad_argument_is_refused_in_one_line(kwargs, error, text):
@@ -949,8 +950,9 @@ def test_a_bad_argument_is_refused_in_one_line(kwargs, error, text):
 
 
 def test_arguments_are_kept_under_their_names():
-    assert vars(MemoryMonitor(3, False, False)) == {
+    assert vars(MemoryMonitor(3, False, False, False)) == {
         "every_n_steps": 3,
         "phases": False,
         "verbose": False,
+        "anatomy": False,
     }

@@ -1,0 +1,150 @@
+"""The anatomy of the first steps of a fit, while they run."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor, nn
+
+from lightning_memopt.callbacks._anatomy_report import show_anatomy
+from lightning_memopt.core.anatomy import Anatomy, read_anatomy
+from lightning_memopt.core.batches import tensors_of
+from lightning_memopt.core.compiled_code import is_compiled
+from lightning_memopt.core.memory_trace import MemoryTrace, is_in_dispatch_mode
+from lightning_memopt.core.peaks import PeakCounter
+from lightning_memopt.core.run_memory import BATCH, GRADIENTS, OPTIMIZER_STATE, tensors_by_kind
+from lightning_memopt.core.traced_step import label_run
+
+_STEPS = 2  # only the second has the optimizer's state, and gradients that forward finds
+_MOST = 1_000_000  # storages that are taken down, of some 200 bytes each
+
+
+class StepAnatomy:
+    """Traces the first two optimizer steps of a fit, which run as they would without it.
+
+    Operators run one by one under the trace, so it begins only where they would anyway.
+
+    Attributes:
+        found: The anatomy, once there is one.
+
+    Args:
+        trainer: The Trainer.
+        pl_module: The model.
+        counter: Counts the peak of the device.
+        verbose: Whether to print the anatomy.
+        is_wanted: Whether there is to be one.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        counter: PeakCounter,
+        verbose: bool,
+        is_wanted: bool,
+    ) -> None:
+        self._trainer, self._module, self._counter = trainer, pl_module, counter
+        self._verbose = verbose
+        self._device = trainer.strategy.root_device
+        self._trace: MemoryTrace | None = None
+        self._entered = ExitStack()
+        self._steps = self._peak = self._reserved = 0
+        self.found: Anatomy | None = None
+        self._is_running = is_wanted
+
+    def begin_batch(self, batch: Any) -> None:
+        """A batch begins, on its device."""
+        if not self._is_running:
+            return
+        self._entered.close()  # a hook may have skipped the end of a batch
+        reason = _why_not(self._trainer, self._module) if self._trace is None else ""
+        if is_in_dispatch_mode():
+            reason = "another dispatch mode is active"
+        if reason:
+            self.stop()
+            rank_zero_info(f"MemoryMonitor: no anatomy of a step, as {reason}")
+            return
+        if self._trace is None:
+            self._trace = MemoryTrace(self._device.type)
+            self._span = self._counter.open()
+            label_run(self._trace, self._module, self._trainer.optimizers, [batch])
+        else:
+            self._trace.label(tensors_of(batch), BATCH)
+        self._entered.enter_context(self._trace.naming_modules(self._module))
+        self._entered.callback(self._trace.leave)
+        self._trace.__enter__()  # type: ignore[no-untyped-call]
+        self._trace.begin_phase("forward")
+
+    def begin_phase(self, name: str) -> None:
+        """Forward, backward or the optimizer's step begins."""
+        if self._is_running and self._trace is not None:
+            if name == "optimizer":
+                self._trace.label(_gradients(self._module), GRADIENTS)
+            self._trace.begin_phase(name)
+
+    def end_batch(self, is_step_end: bool) -> None:
+        """A batch ends; validation may follow, or the next batch of the step.
+
+        Args:
+            is_step_end: Whether the optimizer has stepped; after its second step all is shown.
+        """
+        self._entered.close()
+        if self._trace is not None:
+            kinds = tensors_by_kind(self._module, self._trainer.optimizers)
+            self._trace.label(kinds[OPTIMIZER_STATE], OPTIMIZER_STATE)
+            if is_step_end:
+                self._end_step()
+            elif len(self._trace.lifetimes) > _MOST:
+                self.end()
+
+    def end(self) -> None:
+        """Show the anatomy of the steps that have ended, unless it has been shown."""
+        trace = self._trace
+        self.stop()
+        if trace is None or not trace.phases:
+            return
+        if self._device.type == "cuda":
+            if not self._peak:
+                self._count()
+            self.found = read_anatomy(trace, True, self._peak, self._reserved)
+        else:
+            self.found = read_anatomy(trace, False)
+        show_anatomy(self._trainer, self.found, self._verbose)
+
+    def stop(self) -> None:
+        """Trace no more."""
+        self._entered.close()
+        if self._trace is not None:
+            self._trace.stop()
+        self._trace, self._is_running = None, False
+
+    def _end_step(self) -> None:
+        self._steps += 1
+        if self._device.type == "cuda":
+            self._count()
+        if self._steps == _STEPS:
+            self.end()
+
+    def _count(self) -> None:
+        peak, reading = self._counter.lap(self._span)
+        self._peak = max(self._peak, peak)
+        self._reserved = max(self._reserved, reading.reserved)
+
+
+def _why_not(trainer: pl.Trainer, pl_module: pl.LightningModule) -> str:
+    strategy = trainer.strategy
+    if strategy.root_device.type not in ("cpu", "cuda"):
+        return f"it is known for CPUs and CUDA, not for `{strategy.root_device.type}`"
+    if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
+        return f"`{type(strategy).__name__}` may split tensors over devices"
+    if is_compiled(pl_module):
+        return "compiled code would run uncompiled under the trace"
+    return ""
+
+
+def _gradients(model: nn.Module) -> list[Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
