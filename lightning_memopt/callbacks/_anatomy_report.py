@@ -12,34 +12,38 @@ from lightning_memopt.callbacks._lightning import logged_step
 from lightning_memopt.callbacks._output import add_page, tensorboard_writers
 from lightning_memopt.core.anatomy import Anatomy
 from lightning_memopt.core.anatomy_pictures import draw_anatomy
-from lightning_memopt.core.anatomy_tables import anatomy_tables
+from lightning_memopt.core.anatomy_tables import advice_table, anatomy_tables
+from lightning_memopt.core.model_advice import Advice
 from lightning_memopt.core.timeline_pictures import BOARD_DPI, draw_pixels, has_pictures
 
 _TAG = "memory/anatomy"
-_WIDTH = 90
+_WIDTH = 110
 
 
-def show_anatomy(trainer: pl.Trainer, anatomy: Anatomy, verbose: bool) -> None:
+def show_anatomy(
+    trainer: pl.Trainer, anatomy: Anatomy, advice: list[Advice], verbose: bool
+) -> None:
     """Print an anatomy, and show it in TensorBoard as text and, with matplotlib, as bars.
 
     Args:
-        trainer: The Trainer; ranks other than 0 show nothing.
+        trainer: The Trainer, on rank 0.
         anatomy: What to show.
+        advice: What would save most of it.
         verbose: Whether to print it.
     """
-    if not trainer.is_global_zero:
-        return
-    tables = anatomy_tables(anatomy)
+    tables = [anatomy_tables(anatomy)]
+    if advice:
+        tables.append(advice_table(advice, anatomy.peak))
     if verbose:
         console = Console()
         console.print("MemoryMonitor: where the memory of a step is")
-        console.print(tables)
+        console.print(*tables, sep="")
     step = logged_step(trainer)
     writers = tensorboard_writers(trainer)
     if not writers:
         return
     page = io.StringIO()
-    Console(file=page, width=_WIDTH).print(tables)
+    Console(file=page, width=_WIDTH).print(*tables, sep="")
     add_page(writers, _TAG, page.getvalue(), step)
     with suppress(ImportError):  # a broken matplotlib, or none
         if has_pictures():

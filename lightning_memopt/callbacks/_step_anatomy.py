@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,14 +12,17 @@ from torch import Tensor, nn
 
 from lightning_memopt.callbacks._anatomy_report import show_anatomy
 from lightning_memopt.core.anatomy import Anatomy, read_anatomy
-from lightning_memopt.core.batches import tensors_of
+from lightning_memopt.core.batches import count_samples, tensors_of
 from lightning_memopt.core.compiled_code import is_compiled
 from lightning_memopt.core.memory_trace import MemoryTrace, is_in_dispatch_mode
+from lightning_memopt.core.model_advice import Advice, advise
 from lightning_memopt.core.peaks import PeakCounter
 from lightning_memopt.core.run_memory import BATCH, GRADIENTS, OPTIMIZER_STATE, tensors_by_kind
+from lightning_memopt.core.traced_copy import Plan
 from lightning_memopt.core.traced_step import label_run
 
 _STEPS = 2  # only the second has the optimizer's state, and gradients that forward finds
+_SECONDS = 5.0  # after which no other advice is tried
 _MOST = 1_000_000  # storages that are taken down, of some 200 bytes each
 
 
@@ -30,6 +33,7 @@ class StepAnatomy:
 
     Attributes:
         found: The anatomy, once there is one.
+        advice: What would save most; on rank 0.
 
     Args:
         trainer: The Trainer.
@@ -54,6 +58,7 @@ class StepAnatomy:
         self._entered = ExitStack()
         self._steps = self._peak = self._reserved = 0
         self.found: Anatomy | None = None
+        self.advice: list[Advice] = []
         self._is_running = is_wanted
 
     def begin_batch(self, batch: Any) -> None:
@@ -86,10 +91,11 @@ class StepAnatomy:
                 self._trace.label(_gradients(self._module), GRADIENTS)
             self._trace.begin_phase(name)
 
-    def end_batch(self, is_step_end: bool) -> None:
+    def end_batch(self, batch: Any, is_step_end: bool) -> None:
         """A batch ends; validation may follow, or the next batch of the step.
 
         Args:
+            batch: The batch.
             is_step_end: Whether the optimizer has stepped; after its second step all is shown.
         """
         self._entered.close()
@@ -97,12 +103,16 @@ class StepAnatomy:
             kinds = tensors_by_kind(self._module, self._trainer.optimizers)
             self._trace.label(kinds[OPTIMIZER_STATE], OPTIMIZER_STATE)
             if is_step_end:
-                self._end_step()
+                self._end_step(batch)
             elif len(self._trace.lifetimes) > _MOST:
                 self.end()
 
-    def end(self) -> None:
-        """Show the anatomy of the steps that have ended, unless it has been shown."""
+    def end(self, batch: Any = None) -> None:
+        """Show the anatomy of the steps that have ended, unless it has been shown.
+
+        Args:
+            batch: The batch that shall be used to find what would save most.
+        """
         trace = self._trace
         self.stop()
         if trace is None or not trace.phases:
@@ -113,7 +123,15 @@ class StepAnatomy:
             self.found = read_anatomy(trace, True, self._peak, self._reserved)
         else:
             self.found = read_anatomy(trace, False)
-        show_anatomy(self._trainer, self.found, self._verbose)
+        if self._trainer.is_global_zero:
+            self.advice = [] if batch is None else self._advise(batch, self.found.peak)
+            show_anatomy(self._trainer, self.found, self.advice, self._verbose)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what was found in plain types; empty before."""
+        if self.found is None:
+            return {}
+        return {**self.found.as_dict(), "advice": [each.as_dict() for each in self.advice]}
 
     def stop(self) -> None:
         """Trace no more."""
@@ -122,12 +140,29 @@ class StepAnatomy:
             self._trace.stop()
         self._trace, self._is_running = None, False
 
-    def _end_step(self) -> None:
+    def _advise(self, batch: Any, peak: int) -> list[Advice]:
+        trainer = self._trainer
+        optimizers = trainer.optimizers
+        plan = Plan(
+            self._module,
+            batch,
+            trainer.precision,
+            optimizers[0] if len(optimizers) == 1 else None,
+            "ddp" if isinstance(trainer.strategy, DDPStrategy) else "auto",
+            None,
+            self._device.type == "cuda",
+            accumulates=trainer.accumulate_grad_batches > 1,
+        )
+        with suppress(Exception):  # what shapes alone can't answer; `estimate` says what
+            return advise(plan, count_samples(batch), 0, peak, _SECONDS)
+        return []
+
+    def _end_step(self, batch: Any) -> None:
         self._steps += 1
         if self._device.type == "cuda":
             self._count()
         if self._steps == _STEPS:
-            self.end()
+            self.end(batch)
 
     def _count(self) -> None:
         peak, reading = self._counter.lap(self._span)

@@ -112,7 +112,7 @@ class MemoryMonitor(SuiteCallback):
                 **self._memory.summary(),
             }
             if self._traced.found is not None:
-                own["anatomy"] = self._traced.found.as_dict()
+                own["anatomy"] = self._traced.as_dict()
             phases = own["phases"] | self._before.get("phases", {})
             self._summary = own | self._before | {"phases": phases}
         return dict(self._summary)
@@ -175,7 +175,7 @@ class MemoryMonitor(SuiteCallback):
         self, trainer: pl.Trainer, _: Any, outputs: Any = None, batch: Any = None, *__: Any
     ) -> None:
         """End a step with the last batch of its window, and write its point."""
-        self._traced.end_batch(is_window_end(trainer))
+        self._traced.end_batch(batch, is_window_end(trainer))
         if not self._in_step or not is_window_end(trainer):
             return
         memory = self._running

@@ -20,8 +20,11 @@ from lightning_memopt.commands._batch_source import (
 from lightning_memopt.commands._cli_file import CliFile, read_cli_file
 from lightning_memopt.commands._errors import CommandError
 from lightning_memopt.commands._targets import call, load_target, read_arguments
+from lightning_memopt.core.cards import find_card
 from lightning_memopt.core.estimate import Estimate, estimate
 from lightning_memopt.core.layers import select_layers
+from lightning_memopt.core.model_advice import Advice, advise
+from lightning_memopt.core.traced_copy import Plan
 
 _SHORT_PRECISIONS = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed", "64": "64-true"}
 
@@ -73,6 +76,12 @@ class PlannedTraining:
         # With values the step may be traced, or at least be tried with small batches.
         return self._estimate(make()) if found.reason else found
 
+    def advice(self) -> list[Advice]:
+        """Return what would save most of what was estimated last, if that was traced."""
+        device = self._options.device
+        library_bytes = find_card(device).library_bytes if self._plan.on_cuda else 0
+        return advise(self._plan, self._size, library_bytes)
+
     def title(self) -> str:
         """Return in one line what was estimated."""
         words = [self._name]
@@ -121,13 +130,14 @@ class PlannedTraining:
             size = 1  # as of a `DataLoader`
         is_cut = self._steps > 1 or "micro_batch_size" in callback
         batch, self._size = sized_batch(batch, size, is_cut)
+        optimizer = self._options.optimizer or self._file.optimizer
         try:
             self._checkpoint = self._layers(module)
-            return estimate(
+            found = estimate(
                 module,
                 batch,
                 self._precision,
-                self._options.optimizer or self._file.optimizer,
+                optimizer,
                 self._strategy,
                 self._options.device,
                 checkpoint=self._checkpoint,
@@ -135,6 +145,11 @@ class PlannedTraining:
             )
         except (TypeError, ValueError) as error:
             raise CommandError(str(error).partition("\n")[0]) from error
+        on_cuda = self._options.device != "cpu"
+        self._plan = Plan(
+            module, batch, self._precision, optimizer, self._strategy, self._checkpoint, on_cuda
+        )
+        return found
 
     def _layers(self, module: nn.Module) -> str | list[str] | None:
         layers: list[str] | None = self._options.checkpoint

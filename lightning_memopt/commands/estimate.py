@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.text import Text
 
 from lightning_memopt.commands._planned_training import PlannedTraining
-from lightning_memopt.core.anatomy_tables import anatomy_tables
+from lightning_memopt.core.anatomy_tables import advice_table, anatomy_tables
 from lightning_memopt.core.estimate import STRATEGIES, Estimate
+from lightning_memopt.core.model_advice import Advice
 from lightning_memopt.core.training_step import PRECISIONS
 from lightning_memopt.core.units import format_bytes
 
@@ -38,6 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", default="cuda", help="a card such as `h200`, a size such as `24GiB`, or `cpu`")
     add("--checkpoint", action="append", metavar="LAYERS",
         help="layers to checkpoint: `auto`, names or class names")  # fmt: skip
+    add("--advice", action=argparse.BooleanOptionalAction, default=True,
+        help="also trace what would save most, which takes several times as long")  # fmt: skip
     add("--json", action="store_true", help="print one JSON document instead of a page")
 
 
@@ -56,11 +59,18 @@ def run(args: argparse.Namespace, console: Console) -> int:
     with progress.status("Tracing a training step ..."), redirect_stdout(sys.stderr):
         training = PlannedTraining(args)
         found = training.estimate()
+    advice: list[Advice] = []
+    if args.advice and not found.reason:
+        with progress.status("Tracing what would save memory ..."), redirect_stdout(sys.stderr):
+            advice = training.advice()
     if args.json:
         document = {**training.as_dict(), **found.as_dict()}
+        document["advice"] = [each.as_dict() for each in advice]
         console.print(json.dumps(document, indent=2), markup=False, highlight=False, soft_wrap=True)
         return 0
     _print_page(console, training, found)
+    if advice:
+        console.print(advice_table(advice, found.anatomy.peak))
     return 0
 
 

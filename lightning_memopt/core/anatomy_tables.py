@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_memopt.core.anatomy import Anatomy
+from lightning_memopt.core.model_advice import Advice
 from lightning_memopt.core.units import format_bytes
 
 _LEAST = 0.0005  # share of the peak that has a row of its own
@@ -52,6 +53,19 @@ def kept_table(anatomy: Anatomy) -> Table:
             _add(table, size, total, by if number == 0 else "", label)
         table.add_section()
     return table
+
+
+def advice_table(advice: Sequence[Advice], peak: int) -> Group:
+    """Return what would save most of a peak, with its price."""
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in ("change", "saves", "share", "price"):
+        is_figure = name in ("saves", "share")
+        table.add_column(name, justify="right" if is_figure else "left", no_wrap=is_figure)
+    for each in advice:
+        what = Text(each.what).append(f"\n{each.how}", style="dim")
+        share = f"{each.saved / peak * 100:.0f} %"
+        table.add_row(what, format_bytes(each.saved), share, Text(each.price))
+    return Group(_heading("what would save most", "each by itself, traced in the same way"), table)
 
 
 def _table(*names: str) -> Table:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 from contextlib import suppress
 
+import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from lightning_memopt.core.anatomy import Anatomy, Part, read_anatomy
 from lightning_memopt.core.failure_place import failure_place, first_line
 from lightning_memopt.core.host_memory import usable_bytes
+from lightning_memopt.core.random_state import RandomState
 from lightning_memopt.core.run_memory import BUFFERS, GRADIENTS, OPTIMIZER_STATE, PARAMETERS
 from lightning_memopt.core.traced_copy import Plan, trace_module
 from lightning_memopt.core.training_step import without_metrics
@@ -29,9 +31,13 @@ def rough_anatomy(plan: Plan, size: int | None, library_bytes: int) -> Anatomy:
         size: Samples of a micro-batch.
         library_bytes: Bytes of a library's workspace, of which there are two.
     """
+    random_state = RandomState(torch.device("cpu"))
     with suppress(Exception):  # out of memory, no values on meta, whatever stopped the trace
         if size is not None and _has_room(plan.module):
-            return _extrapolated(plan, size, 2 * library_bytes)
+            try:
+                return _extrapolated(plan, size, 2 * library_bytes)
+            finally:
+                random_state.put_back()
     return _of_weights(plan.module)
 
 

@@ -16,8 +16,10 @@ from lightning_memopt.core.checks import check_positive_int
 from lightning_memopt.core.cuda_like import cuda_like
 from lightning_memopt.core.cuda_temporaries import temporary_bytes
 from lightning_memopt.core.fake_copy import FakeCopies
+from lightning_memopt.core.flops import Flops
 from lightning_memopt.core.layers import select_layers
 from lightning_memopt.core.memory_trace import MemoryTrace
+from lightning_memopt.core.random_state import RandomState
 from lightning_memopt.core.recompute import checkpoint_layers
 from lightning_memopt.core.traced_step import trace_steps
 from lightning_memopt.core.training_step import TRUE, optimizers_in, without_metrics
@@ -36,6 +38,8 @@ class Plan:
     strategy: str
     checkpoint: str | list[str] | None
     on_cuda: bool
+    accumulates: bool = False  # over more micro-batches than the batch has
+    foreach: bool = True  # whether optimizers that may work on all parameters at once do so
 
     def check(self, size: int | None) -> None:
         """Raise what is wrong with the arguments, before anything is tried."""
@@ -52,22 +56,43 @@ class Plan:
                 )
 
 
-def trace_copy(plan: Plan, size: int | None) -> MemoryTrace:
-    """Trace two steps of a fake copy, with `size` samples a micro-batch."""
+def trace_copy(
+    plan: Plan,
+    size: int | None,
+    change: Callable[[nn.Module], object] | None = None,
+    flops: Flops | None = None,
+) -> MemoryTrace:
+    """Trace two steps of a fake copy, with `size` samples a micro-batch.
+
+    Args:
+        plan: What is to be traced.
+        size: Samples of a micro-batch, `None` for the batch as it is.
+        change: Changes the copy of the module first.
+        flops: Counts the operations of both steps.
+    """
     dtype = TRUE.get(plan.precision)
+    random_state = RandomState(torch.device("cpu"))
     copies = FakeCopies(None if dtype == torch.float32 else dtype)
     module = copies.module(plan.module).train()
     batch = copies.batch(plan.batch)
     with ExitStack() as stack:
+        stack.callback(random_state.put_back)  # from which layers and users' code draw
         stack.enter_context(copies.mode)
         if plan.on_cuda:
             stack.enter_context(cuda_like())
         stack.enter_context(without_metrics(module))
-        return trace_module(plan, module, batch, size, copies)
+        if change is not None:
+            change(module)
+        return trace_module(plan, module, batch, size, copies, flops)
 
 
 def trace_module(
-    plan: Plan, module: nn.Module, batch: Any, size: int | None, copies: FakeCopies | None
+    plan: Plan,
+    module: nn.Module,
+    batch: Any,
+    size: int | None,
+    copies: FakeCopies | None,
+    flops: Flops | None = None,
 ) -> MemoryTrace:
     """Trace two steps of a module that may be changed.
 
@@ -77,18 +102,24 @@ def trace_module(
         batch: Its batch.
         size: Samples of a micro-batch, `None` for the batch as it is.
         copies: What made the module, if that is fake.
+        flops: Counts the operations of both steps.
     """
     samples = count_samples(batch)
-    accumulates = size is not None and samples is not None and size < samples
+    is_part = size is not None and samples is not None and size < samples
     if size is not None:
         batch = repeat_samples(batch, size)
     if plan.checkpoint is not None:
         checkpoint_layers(module, select_layers(module, plan.checkpoint))
     optimizers = _optimizers(plan, module, copies)
     buckets = _buckets(module) if plan.strategy == "ddp" else []
-    extra = temporary_bytes if plan.on_cuda else None
+
+    def extra(func: Any, args: tuple[Any, ...], results: list[Tensor]) -> int:
+        if flops is not None:
+            flops.add(func, args, results)
+        return temporary_bytes(func, args, results) if plan.on_cuda else 0
+
     # Of many micro-batches, all after the first find the gradients of those before.
-    batches = [batch, batch] if accumulates else [batch]
+    batches = [batch, batch] if is_part or plan.accumulates else [batch]
     return trace_steps(
         module, optimizers, batches, "cpu", plan.precision, extra, {BUCKETS: buckets}
     )
@@ -116,7 +147,7 @@ def _optimizers(plan: Plan, module: nn.Module, copies: FakeCopies | None) -> lis
     for optimizer in made if plan.on_cuda else ():
         for group in optimizer.param_groups:
             if "foreach" in group and group["foreach"] is None and not group.get("fused"):
-                group["foreach"] = True  # which is what PyTorch chooses on CUDA
+                group["foreach"] = plan.foreach  # PyTorch chooses `True` on CUDA
     return made
 
 

@@ -47,12 +47,12 @@ class Net(pl.LightningModule):
         )
         self.rest = nn.Sequential(nn.Dropout(0.3), nn.BatchNorm1d(WIDTH, affine=False))
         self.make_optimizer, self.n = make_optimizer, n
-        self.losses: list[float] = []
+        self.losses: list[Tensor] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.rest(self.layers(batch[0])).square().mean() + batch[0].mean()
         self.log("loss", loss)
-        self.losses.append(float(loss.detach()))
+        self.losses.append(loss.detach())
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -157,7 +157,7 @@ def test_a_run_computes_the_same_to_the_last_bit(kwargs: dict[str, Any]) -> None
     after_plain = torch.rand(3)
     trainer = fit(watched, MemoryMonitor(verbose=False), **kwargs)
     assert torch.equal(after_plain, torch.rand(3))
-    assert plain.losses == watched.losses
+    assert torch.equal(torch.stack(plain.losses), torch.stack(watched.losses))
     pairs = zip(plain.state_dict().values(), watched.state_dict().values(), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
     assert not is_in_dispatch_mode()
@@ -237,6 +237,26 @@ def test_it_is_printed_and_shown_in_tensorboard(tmp_path: Any, capsys: Any) -> N
     pytest.importorskip("matplotlib")
     (picture,) = events.Images("memory/anatomy")
     assert picture.width == 700
+
+
+def test_it_ends_in_advice(capsys: pytest.CaptureFixture[str]) -> None:
+    monitor = MemoryMonitor()
+    model = Net(n=4096)
+    model.train_dataloader = lambda: DataLoader(  # type: ignore[method-assign]
+        TensorDataset(torch.rand(4096, WIDTH)), batch_size=2048
+    )
+    fit(model, monitor, limit_val_batches=0)
+    assert "what would save most" in capsys.readouterr().out
+    advice = monitor.summary()["anatomy"]["advice"]
+    assert "split the micro-batch in 4" in {each["what"] for each in advice}
+
+
+def test_advice_that_fails_costs_nothing_else() -> None:
+    class Reads(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step(batch, batch_idx) * (float(self.losses[-1]) > -1)
+
+    assert found_in(Reads())["advice"] == []
 
 
 def test_it_can_be_left_out(capsys: Any) -> None:

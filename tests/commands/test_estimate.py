@@ -109,7 +109,7 @@ def _in_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def find(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
     """Return the JSON that the command prints."""
-    assert main(["estimate", *args, "--json"]) == 0
+    assert main(["estimate", "--no-advice", *args, "--json"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 
@@ -252,6 +252,20 @@ def test_accumulation_keeps_gradients_over_forward(capsys: pytest.CaptureFixture
     assert accumulated["accumulate_grad_batches"] == 4
     assert accumulated["peak_bytes"] > plain["peak_bytes"]
     assert size_of(accumulated, "gradients") == weights(64)
+
+
+def test_the_page_ends_in_advice(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ("estimate", *NET, "--batch-size", "1024", "--device", "cpu")
+    assert main([*args, "--json"]) == 0
+    advice = json.loads(capsys.readouterr().out)["advice"]
+    assert advice[0]["saved_bytes"] >= advice[-1]["saved_bytes"] > 0
+    assert {"what", "saved_bytes", "price", "how"} == set(advice[0])
+    assert main([*args]) == 0
+    page = capsys.readouterr().out
+    assert "what would save most" in page
+    assert "checkpoint all 6 blocks" in " ".join(page.split())
+    assert main([*args, "--no-advice"]) == 0
+    assert "what would save most" not in capsys.readouterr().out
 
 
 CONFIG = """
