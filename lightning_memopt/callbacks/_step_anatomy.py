@@ -32,6 +32,9 @@ class StepAnatomy:
     Operators run one by one under the trace, so it begins only where they would anyway.
 
     Attributes:
+        is_wanted: Whether steps are still to be traced.
+        is_verbose: Whether to print the anatomy.
+        has_advice: Whether to find what would save most, which calls `training_step` again.
         found: The anatomy, once there is one.
         advice: What would save most; on rank 0.
 
@@ -39,31 +42,24 @@ class StepAnatomy:
         trainer: The Trainer.
         pl_module: The model.
         counter: Counts the peak of the device.
-        verbose: Whether to print the anatomy.
-        is_wanted: Whether there is to be one.
     """
 
     def __init__(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        counter: PeakCounter,
-        verbose: bool,
-        is_wanted: bool,
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, counter: PeakCounter
     ) -> None:
         self._trainer, self._module, self._counter = trainer, pl_module, counter
-        self._verbose = verbose
+        self.is_verbose = self.has_advice = False
         self._device = trainer.strategy.root_device
         self._trace: MemoryTrace | None = None
         self._entered = ExitStack()
         self._steps = self._peak = self._reserved = 0
         self.found: Anatomy | None = None
         self.advice: list[Advice] = []
-        self._is_running = is_wanted
+        self.is_wanted = False
 
     def begin_batch(self, batch: Any) -> None:
         """A batch begins, on its device."""
-        if not self._is_running:
+        if not self.is_wanted:
             return
         self._entered.close()  # a hook may have skipped the end of a batch
         reason = _why_not(self._trainer, self._module) if self._trace is None else ""
@@ -86,7 +82,7 @@ class StepAnatomy:
 
     def begin_phase(self, name: str) -> None:
         """Forward, backward or the optimizer's step begins."""
-        if self._is_running and self._trace is not None:
+        if self.is_wanted and self._trace is not None:
             if name == "optimizer":
                 self._trace.label(_gradients(self._module), GRADIENTS)
             self._trace.begin_phase(name)
@@ -124,8 +120,8 @@ class StepAnatomy:
         else:
             self.found = read_anatomy(trace, False)
         if self._trainer.is_global_zero:
-            self.advice = [] if batch is None else self._advise(batch, self.found.peak)
-            show_anatomy(self._trainer, self.found, self.advice, self._verbose)
+            self.advice = self._advise(batch, self.found.peak) if self.has_advice else []
+            show_anatomy(self._trainer, self.found, self.advice, self.is_verbose)
 
     def as_dict(self) -> dict[str, Any]:
         """Return what was found in plain types; empty before."""
@@ -138,11 +134,10 @@ class StepAnatomy:
         self._entered.close()
         if self._trace is not None:
             self._trace.stop()
-        self._trace, self._is_running = None, False
+        self._trace, self.is_wanted = None, False
 
     def _advise(self, batch: Any, peak: int) -> list[Advice]:
-        trainer = self._trainer
-        optimizers = trainer.optimizers
+        trainer, optimizers = self._trainer, self._trainer.optimizers
         plan = Plan(
             self._module,
             batch,
@@ -153,6 +148,8 @@ class StepAnatomy:
             self._device.type == "cuda",
             accumulates=trainer.accumulate_grad_batches > 1,
         )
+        if batch is None:
+            return []
         with suppress(Exception):  # what shapes alone can't answer; `estimate` says what
             return advise(plan, count_samples(batch), 0, peak, _SECONDS)
         return []

@@ -56,8 +56,10 @@ class MemoryMonitor(SuiteCallback):
         phases: Whether to read the peak of forward, backward and optimizer step apart.
         verbose: Whether to print the anatomy and the table at the end of fit.
         anatomy: Whether to say where the bytes of a step are: printed, in TensorBoard and in
-            `summary()`. The first two steps are traced for it: they compute the same, but slower.
-            Compiled models and strategies other than one device and DDP are left out.
+            `summary()`. The first two steps are traced for it, and slower; not those of compiled
+            models, nor with strategies other than one device and DDP.
+        advice: Whether the anatomy ends in what would save most. Then rank 0 calls `training_step`
+            again, for some 5 s, on copies without values; what it writes elsewhere isn't undone.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -87,15 +89,17 @@ class MemoryMonitor(SuiteCallback):
         phases: bool = True,
         verbose: bool = True,
         anatomy: bool = True,
+        advice: bool = False,
     ) -> None:
         check_positive_int("every_n_steps", every_n_steps)
-        check_bool("phases", phases)
-        check_bool("verbose", verbose)
-        check_bool("anatomy", anatomy)
+        flags = {"phases": phases, "verbose": verbose, "anatomy": anatomy, "advice": advice}
+        for name, value in flags.items():
+            check_bool(name, value)
         self.every_n_steps = every_n_steps
         self.phases = phases
         self.verbose = verbose
         self.anatomy = anatomy
+        self.advice = advice
 
     def summary(self) -> dict[str, Any]:
         """Return the figures of the run so far, or of the last one; needs no logger.
@@ -121,8 +125,7 @@ class MemoryMonitor(SuiteCallback):
         """Take the peak counter, from here to the end of the run."""
         super().setup(trainer, pl_module, stage)
         device = trainer.strategy.root_device
-        self._device = str(device)
-        self._steps = 0
+        self._device, self._steps = str(device), 0
         self._in_step = self._saw_backward = False
         if stage == "fit" or not self._summary:
             self._before, self._eval_batches = {}, Counter()
@@ -130,10 +133,9 @@ class MemoryMonitor(SuiteCallback):
             self._before = {k: v for k, v in self._summary.items() if self._summary["steps"]}
         self._writer = PointWriter(trainer)
         self._memory = StepMemory(device)
-        is_wanted = self.anatomy and stage == "fit"
-        self._traced = StepAnatomy(
-            trainer, pl_module, self._memory.counter, self.verbose, is_wanted
-        )
+        self._traced = StepAnatomy(trainer, pl_module, self._memory.counter)
+        self._traced.is_wanted = self.anatomy and stage == "fit"
+        self._traced.is_verbose, self._traced.has_advice = self.verbose, self.advice
         self._leaks = LeakWatch(device)
         self.undo.enter_context(watched_resets())
         self.undo.callback(self._let_go)
@@ -154,8 +156,7 @@ class MemoryMonitor(SuiteCallback):
         if self._in_step or step % self.every_n_steps:
             return
         self._running.begin_step(step, trainer.current_epoch)
-        self._in_step = True
-        self._saw_backward = False
+        self._in_step, self._saw_backward = True, False
 
     def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
         """End a forward."""
@@ -246,5 +247,4 @@ class MemoryMonitor(SuiteCallback):
         self._writer.flush()
         self.summary()
         self._memory = None
-        del self._leaks, self._traced
-        del self._writer  # holds the loggers, which don't pickle
+        del self._leaks, self._traced, self._writer  # these hold what doesn't pickle

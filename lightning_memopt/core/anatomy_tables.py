@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from rich import box
 from rich.console import Group
@@ -60,7 +61,8 @@ def advice_table(advice: Sequence[Advice], peak: int) -> Group:
     table = Table(box=box.SIMPLE_HEAD)
     for name in ("change", "saves", "share", "price"):
         is_figure = name in ("saves", "share")
-        table.add_column(name, justify="right" if is_figure else "left", no_wrap=is_figure)
+        side: Literal["left", "right"] = "right" if is_figure else "left"
+        table.add_column(name, justify=side, no_wrap=is_figure, overflow="fold")
     for each in advice:
         what = Text(each.what).append(f"\n{each.how}", style="dim")
         share = f"{each.saved / peak * 100:.0f} %"

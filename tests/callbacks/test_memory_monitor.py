@@ -942,6 +942,7 @@ def test_ranks_are_compared_at_the_end_of_an_epoch_and_rank_zero_alone_writes(tm
         ({"phases": "no"}, TypeError, "^`phases`.* 'no'"),
         ({"verbose": None}, TypeError, "^`verbose`.* None"),
         ({"anatomy": "yes"}, TypeError, "^`anatomy`.* 'yes'"),
+        ({"advice": 1}, TypeError, "^`advice`.* 1"),
     ],
 )
 def test_a_bad_argument_is_refused_in_one_line(kwargs, error, text):
@@ -950,9 +951,10 @@ def test_a_bad_argument_is_refused_in_one_line(kwargs, error, text):
 
 
 def test_arguments_are_kept_under_their_names():
-    assert vars(MemoryMonitor(3, False, False, False)) == {
+    assert vars(MemoryMonitor(3, False, False, False, True)) == {
         "every_n_steps": 3,
         "phases": False,
         "verbose": False,
         "anatomy": False,
+        "advice": True,
     }

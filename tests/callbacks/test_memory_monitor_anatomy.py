@@ -240,7 +240,7 @@ def test_it_is_printed_and_shown_in_tensorboard(tmp_path: Any, capsys: Any) -> N
 
 
 def test_it_ends_in_advice(capsys: pytest.CaptureFixture[str]) -> None:
-    monitor = MemoryMonitor()
+    monitor = MemoryMonitor(advice=True)
     model = Net(n=4096)
     model.train_dataloader = lambda: DataLoader(  # type: ignore[method-assign]
         TensorDataset(torch.rand(4096, WIDTH)), batch_size=2048
@@ -256,7 +256,24 @@ def test_advice_that_fails_costs_nothing_else() -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return super().training_step(batch, batch_idx) * (float(self.losses[-1]) > -1)
 
-    assert found_in(Reads())["advice"] == []
+    monitor = MemoryMonitor(verbose=False, advice=True)
+    fit(Reads(), monitor)
+    assert monitor.summary()["anatomy"]["advice"] == []
+
+
+def test_advice_leaves_a_run_as_it_is() -> None:
+    plain, watched = Net(), Net()
+    watched.load_state_dict(plain.state_dict())
+    fit(plain)
+    fit(watched, MemoryMonitor(verbose=False, advice=True))
+    pairs = zip(plain.state_dict().values(), watched.state_dict().values(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_without_advice_the_users_step_runs_as_often_as_ever() -> None:
+    model = Net()
+    fit(model, MemoryMonitor())
+    assert len(model.losses) == model.n // 8
 
 
 def test_it_can_be_left_out(capsys: Any) -> None:

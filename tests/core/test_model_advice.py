@@ -178,8 +178,7 @@ class Draws(nn.Module):
 
 
 def random_states():
-    states = torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist()
-    return states
+    return torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist()
 
 
 @pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.SGD])
