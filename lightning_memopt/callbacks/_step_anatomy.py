@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from functools import wraps
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,6 +16,7 @@ from lightning_memopt.callbacks._anatomy_report import show_anatomy
 from lightning_memopt.core.anatomy import Anatomy, read_anatomy
 from lightning_memopt.core.batches import count_samples, tensors_of
 from lightning_memopt.core.compiled_code import is_compiled
+from lightning_memopt.core.failure_place import first_line
 from lightning_memopt.core.memory_trace import MemoryTrace, is_in_dispatch_mode
 from lightning_memopt.core.model_advice import Advice, advise
 from lightning_memopt.core.peaks import PeakCounter
@@ -24,6 +27,20 @@ from lightning_memopt.core.traced_step import label_run
 _STEPS = 2  # only the second has the optimizer's state, and gradients that forward finds
 _SECONDS = 5.0  # after which no other advice is tried
 _MOST = 1_000_000  # storages that are taken down, of some 200 bytes each
+
+
+def _harmless(method: Callable[..., None]) -> Callable[..., None]:
+    """Let a failure end the trace, with one line about it, rather than the run."""
+
+    @wraps(method)
+    def guarded(self: StepAnatomy, *args: Any) -> None:
+        try:
+            method(self, *args)
+        except Exception as error:
+            self.stop()
+            rank_zero_info(f"MemoryMonitor: no anatomy of a step, as {first_line(error)}")
+
+    return guarded
 
 
 class StepAnatomy:
@@ -57,6 +74,7 @@ class StepAnatomy:
         self.advice: list[Advice] = []
         self.is_wanted = False
 
+    @_harmless
     def begin_batch(self, batch: Any) -> None:
         """A batch begins, on its device."""
         if not self.is_wanted:
@@ -80,6 +98,7 @@ class StepAnatomy:
         self._trace.__enter__()  # type: ignore[no-untyped-call]
         self._trace.begin_phase("forward")
 
+    @_harmless
     def begin_phase(self, name: str) -> None:
         """Forward, backward or the optimizer's step begins."""
         if self.is_wanted and self._trace is not None:
@@ -87,6 +106,7 @@ class StepAnatomy:
                 self._trace.label(_gradients(self._module), GRADIENTS)
             self._trace.begin_phase(name)
 
+    @_harmless
     def end_batch(self, batch: Any, is_step_end: bool) -> None:
         """A batch ends; validation may follow, or the next batch of the step.
 
@@ -103,6 +123,7 @@ class StepAnatomy:
             elif len(self._trace.lifetimes) > _MOST:
                 self.end()
 
+    @_harmless
     def end(self, batch: Any = None) -> None:
         """Show the anatomy of the steps that have ended, unless it has been shown.
 

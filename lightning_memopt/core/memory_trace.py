@@ -130,7 +130,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             storage = tensor.untyped_storage()
             size = storage.nbytes()
-        except (RuntimeError, NotImplementedError):  # sparse, or of a class that forbids it
+        except Exception:  # sparse, uninitialized, or of a class that forbids it in its own way
             return None
         key = storage._cdata
         known = self._live.get(key)

@@ -25,7 +25,7 @@ from lightning_memopt import (
     MemoryMonitor,
     MemoryProfiler,
 )
-from lightning_memopt.callbacks import _anatomy_report
+from lightning_memopt.callbacks import _anatomy_report, _step_anatomy
 from lightning_memopt.core.memory_trace import is_in_dispatch_mode
 from tests.models import make_trainer
 from tests.ranks import make_rank_trainer, run_two_ranks
@@ -398,3 +398,34 @@ def test_without_matplotlib_there_is_the_text_alone(
     tags = EventAccumulator(str(tmp_path / "run")).Reload().Tags()
     assert "memory/anatomy/text_summary" in tags["tensors"]
     assert tags["images"] == []
+
+
+class _Odd(Net):
+    """Holds a buffer whose size no one knows before its module has run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.odd = nn.UninitializedBuffer()
+
+
+def test_a_buffer_without_a_size_is_left_out() -> None:
+    assert size_of(found_in(_Odd()), "parameters") == WEIGHTS
+
+
+@pytest.mark.parametrize("step", ["label_run", "tensors_by_kind", "read_anatomy", "show_anatomy"])
+def test_what_fails_in_the_anatomy_fails_no_run(
+    step: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise ValueError("of its own\nsecond line")
+
+    monkeypatch.setattr(_step_anatomy, step, fail)
+    plain = Net()
+    watched = copy.deepcopy(plain)
+    fit(plain)
+    with caplog.at_level("INFO"):
+        fit(watched, MemoryMonitor(verbose=False))
+    assert "no anatomy of a step, as ValueError: of its own" in caplog.text
+    assert not is_in_dispatch_mode()
+    for ours, theirs in zip(watched.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
