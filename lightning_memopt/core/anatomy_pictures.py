@@ -11,6 +11,7 @@ _INCHES = 5.6
 _ROW, _FRAME = 0.34, 1.1  # inches of a bar, and around all of them
 _DPI = 125
 _MAX_BARS = 8
+_LEAST = 0.005  # of the peak, that a bar of its own shows
 _COLOURS = {
     "parameters": "#4477AA",
     "frozen parameters": "#99BBDD",
@@ -27,12 +28,11 @@ def draw_anatomy(anatomy: Anatomy) -> Any:
     from matplotlib.figure import Figure
 
     rows = [(f"{x.kind} {x.dtype}".strip(), x.kind, x.size) for x in anatomy.parts]
-    if len(rows) > _MAX_BARS:
-        rest = rows[_MAX_BARS - 1 :]
-        rows = [
-            *rows[: _MAX_BARS - 1],
-            (f"{len(rest)} others", "", sum(size for *_, size in rest)),
-        ]
+    seen = sum(size >= _LEAST * anatomy.peak for *_, size in rows)
+    if seen < len(rows) - 1 or len(rows) > _MAX_BARS:
+        seen = min(seen, _MAX_BARS - 1)
+        rest = rows[seen:]
+        rows = [*rows[:seen], (f"{len(rest)} others", "", sum(size for *_, size in rest))]
     figure = Figure(figsize=(_INCHES, _FRAME + _ROW * len(rows)), dpi=_DPI, layout="constrained")
     axes = figure.add_subplot()
     positions = range(len(rows))

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import copy
 from contextlib import suppress
+from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.nn.parameter import is_lazy
+from torch.optim import AdamW
 
-from lightning_memopt.core.anatomy import Anatomy, Part, read_anatomy
+from lightning_memopt.core.anatomy import UNTRACED, Anatomy, Part, read_anatomy
 from lightning_memopt.core.failure_place import failure_place, first_line
 from lightning_memopt.core.host_memory import usable_bytes
 from lightning_memopt.core.random_state import RandomState
-from lightning_memopt.core.run_memory import BUFFERS, GRADIENTS, OPTIMIZER_STATE, PARAMETERS
-from lightning_memopt.core.traced_copy import Plan, trace_module
+from lightning_memopt.core.run_memory import BUFFERS, OPTIMIZER_STATE, PARAMETERS
+from lightning_memopt.core.traced_copy import Plan, trace_copy, trace_module
 from lightning_memopt.core.training_step import without_metrics
 
 SCALED = "activations and temporaries"
-_SIZES = (2, 4)  # one sample is too few for BatchNorm
+_SIZES = (2, 4)  # at first; one sample is too few for BatchNorm
 _COPIES = 8  # weights, gradients, Adam's state and as much again for a small batch
-_OF_ADAM = 4
 
 
 def rough_anatomy(plan: Plan, size: int | None, library_bytes: int) -> Anatomy:
@@ -38,7 +41,7 @@ def rough_anatomy(plan: Plan, size: int | None, library_bytes: int) -> Anatomy:
                 return _extrapolated(plan, size, 2 * library_bytes)
             finally:
                 random_state.put_back()
-    return _of_weights(plan.module)
+    return _of_weights(plan, size, library_bytes)
 
 
 def untraceable(error: Exception, module: nn.Module) -> str:
@@ -53,34 +56,57 @@ def untraceable(error: Exception, module: nn.Module) -> str:
 
 
 def _extrapolated(plan: Plan, size: int, library_bytes: int) -> Anatomy:
-    found = []
-    for samples in _SIZES:
-        module = copy.deepcopy(plan.module).cpu().train()
-        with without_metrics(module):
-            trace = trace_module(plan, module, plan.batch, samples, None)
-        found.append(read_anatomy(trace, plan.on_cuda))
-    small, large = found
+    small, large = (_of_samples(plan, samples) for samples in _SIZES)
+    samples, usable = _SIZES[1], usable_bytes()
+    while (
+        2 * samples <= size
+        and large.peak - small.peak < large.peak / 4  # weights hide where samples peak
+        and (usable is None or _COPIES * large.peak < usable)
+    ):
+        samples *= 2
+        small, large = large, _of_samples(plan, samples)
     fixed = [part for part in large.parts if part.kind in (PARAMETERS, BUFFERS, OPTIMIZER_STATE)]
-    slope = (large.peak - small.peak) / (_SIZES[1] - _SIZES[0])
-    peak = int(large.peak + slope * (size - _SIZES[1])) + library_bytes
+    slope = (large.peak - small.peak) / (samples / 2)
+    peak = int(large.peak + slope * (size - samples)) + library_bytes
     rest = peak - sum(part.size for part in fixed)
     return Anatomy(peak, large.phase, (*fixed, Part(SCALED, "", rest)), (), None, False)
 
 
-def _of_weights(module: nn.Module) -> Anatomy:
-    """Return weights, gradients and the state of Adam: less than any step needs."""
-    sizes = {(p.data_ptr(), id(p)): p.numel() * p.element_size() for p in module.parameters()}
-    weights = sum(sizes.values())
-    parts = (
-        Part(PARAMETERS, "", weights),
-        Part(GRADIENTS, "", weights),
-        Part(OPTIMIZER_STATE, "", 2 * weights),
-    )
-    return Anatomy(_OF_ADAM * weights, "optimizer", parts, (), None, False)
+def _of_samples(plan: Plan, samples: int) -> Anatomy:
+    module = copy.deepcopy(plan.module).cpu().train()
+    with without_metrics(module):
+        trace = trace_module(plan, module, plan.batch, samples, None)
+    return read_anatomy(trace, plan.on_cuda)
+
+
+def _of_weights(plan: Plan, size: int | None, library_bytes: int) -> Anatomy:
+    """Return what weights, gradients and the optimizer's state need: less than any step."""
+    with suppress(Exception):  # `configure_optimizers` may need a Trainer
+        return _of_update(plan, size, library_bytes)
+    return _of_update(replace(plan, optimizer=AdamW), size, library_bytes)
+
+
+def _of_update(plan: Plan, size: int | None, library_bytes: int) -> Anatomy:
+    found = read_anatomy(trace_copy(plan, size, change=_without_forward), plan.on_cuda)
+    libraries = Part(UNTRACED, "", 2 * library_bytes)
+    parts = (*found.parts, libraries) if library_bytes else found.parts
+    return Anatomy(found.peak + 2 * library_bytes, found.phase, parts, (), None, False)
+
+
+def _without_forward(module: Any) -> None:
+    def training_step(*_: Any) -> Tensor:
+        weights = [p for p in module.parameters() if p.requires_grad]
+        return torch.stack([p.sum().float() for p in weights]).sum()
+
+    module.training_step = training_step
 
 
 def _has_room(module: nn.Module) -> bool:
-    tensors = (*module.parameters(), *module.buffers())
+    tensors = [
+        tensor
+        for tensor in (*module.parameters(), *module.buffers())
+        if not is_lazy(tensor)  # whose size is known when the module has run
+    ]
     if any(tensor.is_meta for tensor in tensors):
         return False
     weights = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
