@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 _MAX_TRIALS = 16
+_MAX_GROWTH = 8  # of the largest size that fits, in a trial
 _CLOSE = 0.01  # of the size: what is nearer isn't worth a trial
 
 
@@ -31,28 +33,34 @@ def largest_size(
     """
     peaks = {size: peak}
     best, failing = (size, None) if fits else (0, size)
+    is_stuck = False
     for _ in range(_MAX_TRIALS):
-        if failing is not None and failing - best <= max(1, _CLOSE * best):
+        close = max(1, int(_CLOSE * best))
+        if failing is None:
+            candidate = max(best + close, min(_on_line(peaks, limit), _MAX_GROWTH * best))
+        elif failing - best <= close:
             break
-        candidate = max(_candidate(peaks, limit), best + 1)
-        if failing is not None:
-            # What failed although the line says it fits was cut up too much: well below it, then.
-            candidate = min(candidate, failing - max(1, (failing - best) // 4))
+        elif is_stuck:  # a line says little where another phase peaks, or memory is cut up
+            candidate = max(best + 1, math.isqrt(failing * best))
+        else:
+            candidate = min(max(best + close, _on_line(peaks, limit)), failing - 1)
+        before = math.inf if failing is None else failing - best
         peaks[candidate], does_fit = try_size(candidate)
         if does_fit:
             best = candidate
         else:
             failing = candidate
+        is_stuck = failing is not None and failing - best > before / 2
     return best
 
 
-def _candidate(peaks: dict[int, int], limit: int) -> int:
-    sizes = sorted(peaks, key=lambda size: abs(peaks[size] - limit))[:2]
-    if len(sizes) == 1:
-        size = sizes[0]
-        return size * 2 if peaks[size] < limit else max(1, size // 2)
-    small, large = sorted(sizes)
-    slope = (peaks[large] - peaks[small]) / (large - small)
-    if slope <= 0:
-        return large * 2 if peaks[large] < limit else max(1, small // 2)
-    return max(1, large + int((limit - peaks[large]) // slope))
+def _on_line(peaks: dict[int, int], limit: int) -> int:
+    """Return the size whose peak is the limit, on the line through the two peaks nearest to it."""
+    sizes = sorted(sorted(peaks, key=lambda size: (abs(peaks[size] - limit), -size))[:2])
+    small, large = sizes[0], sizes[-1]
+    rise = peaks[large] - peaks[small]
+    if small == large:
+        return 2 * large if peaks[large] < limit else max(1, large // 2)
+    if rise <= 0:
+        return _MAX_GROWTH * large if peaks[large] < limit else 1
+    return max(1, large + (limit - peaks[large]) * (large - small) // rise)
