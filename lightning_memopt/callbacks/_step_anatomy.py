@@ -37,8 +37,7 @@ def _harmless(method: Callable[..., None]) -> Callable[..., None]:
         try:
             method(self, *args)
         except Exception as error:
-            self.stop()
-            rank_zero_info(f"MemoryMonitor: no anatomy of a step, as {first_line(error)}")
+            self.give_up(first_line(error))
 
     return guarded
 
@@ -84,8 +83,7 @@ class StepAnatomy:
         if is_in_dispatch_mode():
             reason = "another dispatch mode is active"
         if reason:
-            self.stop()
-            rank_zero_info(f"MemoryMonitor: no anatomy of a step, as {reason}")
+            self.give_up(reason)
             return
         if self._trace is None:
             self._trace = MemoryTrace(self._device.type)
@@ -149,6 +147,11 @@ class StepAnatomy:
         if self.found is None:
             return {}
         return {**self.found.as_dict(), "advice": [each.as_dict() for each in self.advice]}
+
+    def give_up(self, reason: str) -> None:
+        """Trace no more, and say why."""
+        self.stop()
+        rank_zero_info(f"MemoryMonitor: no anatomy of a step, as {reason}")
 
     def stop(self) -> None:
         """Trace no more."""

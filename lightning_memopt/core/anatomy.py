@@ -59,7 +59,7 @@ class Anatomy:
     Attributes:
         peak: Bytes allocated at the peak: the sum of `parts`.
         phase: Phase in which the step peaks: `"forward"`, `"backward"` or `"optimizer"`.
-        parts: What is there at the peak.
+        parts: What is there at the peak, largest first.
         kept: What forward keeps for backward; more than is there at a peak later on.
         reserved: Bytes that the allocator has reserved, `None` where it is the system's.
         is_measured: Whether the peak was measured; else it is predicted.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -13,11 +14,11 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.nn.parameter import is_lazy
 from torch.optim import AdamW
 
-from lightning_memopt.core.anatomy import UNTRACED, Anatomy, Part, read_anatomy
+from lightning_memopt.core.anatomy import FROZEN, UNTRACED, Anatomy, Part, read_anatomy
 from lightning_memopt.core.failure_place import failure_place, first_line
 from lightning_memopt.core.host_memory import usable_bytes
 from lightning_memopt.core.random_state import RandomState
-from lightning_memopt.core.run_memory import BUFFERS, OPTIMIZER_STATE, PARAMETERS
+from lightning_memopt.core.run_memory import BUFFERS, GRADIENTS, OPTIMIZER_STATE, PARAMETERS
 from lightning_memopt.core.traced_copy import Plan, trace_copy, trace_module
 from lightning_memopt.core.training_step import without_metrics
 
@@ -34,14 +35,15 @@ def rough_anatomy(plan: Plan, size: int | None, library_bytes: int) -> Anatomy:
         size: Samples of a micro-batch.
         library_bytes: Bytes of a library's workspace, of which there are two.
     """
+    libraries = 2 * library_bytes
     random_state = RandomState(torch.device("cpu"))
     with suppress(Exception):  # out of memory, no values on meta, whatever stopped the trace
         if size is not None and _has_room(plan.module):
             try:
-                return _extrapolated(plan, size, 2 * library_bytes)
+                return _extrapolated(plan, size, libraries)
             finally:
                 random_state.put_back()
-    return _of_weights(plan, size, library_bytes)
+    return _of_weights(plan, size, libraries)
 
 
 def untraceable(error: Exception, module: nn.Module) -> str:
@@ -55,7 +57,7 @@ def untraceable(error: Exception, module: nn.Module) -> str:
     return why if line is None else f"{why}, at {line}"
 
 
-def _extrapolated(plan: Plan, size: int, library_bytes: int) -> Anatomy:
+def _extrapolated(plan: Plan, size: int, libraries: int) -> Anatomy:
     small, large = (_of_samples(plan, samples) for samples in _SIZES)
     samples, usable = _SIZES[1], usable_bytes()
     while (
@@ -67,9 +69,9 @@ def _extrapolated(plan: Plan, size: int, library_bytes: int) -> Anatomy:
         small, large = large, _of_samples(plan, samples)
     fixed = [part for part in large.parts if part.kind in (PARAMETERS, BUFFERS, OPTIMIZER_STATE)]
     slope = (large.peak - small.peak) / (samples / 2)
-    peak = int(large.peak + slope * (size - samples)) + library_bytes
+    peak = int(large.peak + slope * (size - samples)) + libraries
     rest = peak - sum(part.size for part in fixed)
-    return Anatomy(peak, large.phase, (*fixed, Part(SCALED, "", rest)), (), None, False)
+    return _summed(large.phase, [*fixed, Part(SCALED, "", rest)])
 
 
 def _of_samples(plan: Plan, samples: int) -> Anatomy:
@@ -79,18 +81,30 @@ def _of_samples(plan: Plan, samples: int) -> Anatomy:
     return read_anatomy(trace, plan.on_cuda)
 
 
-def _of_weights(plan: Plan, size: int | None, library_bytes: int) -> Anatomy:
+def _of_weights(plan: Plan, size: int | None, libraries: int) -> Anatomy:
     """Return what weights, gradients and the optimizer's state need: less than any step."""
-    with suppress(Exception):  # `configure_optimizers` may need a Trainer
-        return _of_update(plan, size, library_bytes)
-    return _of_update(replace(plan, optimizer=AdamW), size, library_bytes)
+    for each in (plan, replace(plan, optimizer=AdamW)):
+        with suppress(Exception):  # `configure_optimizers` may need a Trainer
+            found = read_anatomy(trace_copy(each, size, change=_without_forward), plan.on_cuda)
+            return _summed(found.phase, [*found.parts, Part(UNTRACED, "", libraries)])
+    # All is frozen, or the module forbids copies.
+    weights = [p for p in plan.module.parameters() if not is_lazy(p)]
+    trained = sum(p.nbytes for p in weights if p.requires_grad)
+    frozen = sum(p.nbytes for p in weights if not p.requires_grad)
+    parts = [
+        Part(PARAMETERS, "", trained),
+        Part(FROZEN, "", frozen),
+        Part(GRADIENTS, "", trained),
+        Part(OPTIMIZER_STATE, "", 2 * trained),
+        Part(UNTRACED, "", libraries),
+    ]
+    return _summed("optimizer", parts)
 
 
-def _of_update(plan: Plan, size: int | None, library_bytes: int) -> Anatomy:
-    found = read_anatomy(trace_copy(plan, size, change=_without_forward), plan.on_cuda)
-    libraries = Part(UNTRACED, "", 2 * library_bytes)
-    parts = (*found.parts, libraries) if library_bytes else found.parts
-    return Anatomy(found.peak + 2 * library_bytes, found.phase, parts, (), None, False)
+def _summed(phase: str, parts: Sequence[Part]) -> Anatomy:
+    """Return an anatomy whose peak is the sum of what is known of it."""
+    found = sorted((part for part in parts if part.size), key=lambda part: -part.size)
+    return Anatomy(sum(part.size for part in found), phase, tuple(found), (), None, False)
 
 
 def _without_forward(module: Any) -> None:
