@@ -72,10 +72,10 @@ def test_dropout_keeps_a_byte_for_each_number() -> None:
 def test_mixed_precision_runs_norms_and_losses_in_float32() -> None:
     module = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Softmax(-1))
     kept = on_cuda(module, torch.zeros(8, 64), "bf16-mixed").kept
-    types = {part.operator: part.dtype for part in kept}
-    assert types["_softmax"] == "float32"
-    assert types["_to_copy"] in ("bfloat16", "float32")
-    assert sum(p.size for p in kept if p.module == "1") >= 8 * 64 * 4  # the norm's input
+    found = {(part.module, part.operator, part.dtype): part.size for part in kept}
+    assert found["2", "_softmax", "float32"] == 8 * 64 * 4
+    assert found["1", "_to_copy", "float32"] == 8 * 64 * 4  # the norm's input
+    assert found["0", "_to_copy", "bfloat16"] == 8 * 64 * 2
 
 
 @pytest.mark.parametrize(("layer", "numbers"), [(nn.LSTM, 5), (nn.GRU, 5), (nn.RNN, 1)])

@@ -180,7 +180,7 @@ def test_checkpointed_layers_keep_their_input_alone() -> None:
     found = traced(deep, torch.ones(512, 64), checkpoint="auto").anatomy
     assert found.kept_bytes < plain.kept_bytes
     assert found.peak < plain.peak
-    assert not any(hasattr(m, "_checkpoint") for m in deep.modules())
+    assert not any("forward" in vars(m) for m in deep.modules())
 
 
 def test_ranks_hold_buckets_as_large_as_their_gradients() -> None:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memopt import anatomy
+from lightning_memopt.core.run_memory import GRADIENTS
+from lightning_memopt.core.traced_step import trace_steps
 
 ROW = 4 * 64
 LAYER = 4 * (64 * 64 + 64)  # bytes
@@ -98,9 +100,10 @@ def test_mixed_precision_keeps_parameters_gradients_and_state_in_float32() -> No
 def test_gradients_are_there_after_the_first_backward_alone() -> None:
     module = nn.Linear(64, 64)
     optimizer = torch.optim.SGD(module.parameters(), 0.1)
-    # A batch far larger than the weights peaks before backward has made any gradient.
-    large = by_kind(nn.Sequential(module, nn.Sigmoid()), optimizer, torch.ones(4096, 64))
-    assert ("gradients", "float32") not in large or large["gradients", "float32"] <= LAYER
+    trace = trace_steps(module, [optimizer], [torch.ones(1, 64)], "cpu", "32-true")
+    made = [lifetime for lifetime in trace.lifetimes if lifetime.kind == GRADIENTS]
+    assert {lifetime.phase for lifetime in made} == {"backward"}
+    assert sum(lifetime.size for lifetime in made) == 2 * LAYER  # of two steps
     small = by_kind(module, optimizer, torch.ones(1, 64))
     assert small["gradients", "float32"] == LAYER
 
