@@ -89,7 +89,8 @@ def measured(case: str, precision: str) -> Anatomy:
         model, batch = kind(), make_batch()
     found = anatomy(model, torch.optim.AdamW(model.parameters()), batch, precision)
     assert found.is_measured
-    assert found.reserved is not None and found.reserved >= found.peak > GIB
+    assert found.reserved is not None
+    assert found.reserved >= found.peak > GIB
     assert sum(part.size for part in found.parts) == found.peak
     return found
 
@@ -120,7 +121,8 @@ def test_the_steps_leave_weights_and_numbers_as_they_were() -> None:
     anatomy(model, optimizer, torch.randn(8, 16, 512, device="cuda"))
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert torch.equal(seed, torch.cuda.get_rng_state())
-    assert not optimizer.state and all(p.grad is None for p in model.parameters())
+    assert not optimizer.state
+    assert all(p.grad is None for p in model.parameters())
 
 
 def test_a_monitor_measures_the_parts_of_the_steps_of_a_fit() -> None:
