@@ -9,7 +9,13 @@ from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 from transformers import BatchEncoding
 
 from lightning_memopt import split_batch
-from lightning_memopt.core.batches import count_elements, count_samples, take_samples
+from lightning_memopt.core.batches import (
+    count_elements,
+    count_samples,
+    repeat_samples,
+    take_samples,
+    tensors_of,
+)
 
 
 @dataclasses.dataclass
@@ -154,3 +160,22 @@ def test_elements_of_a_nested_batch_are_counted():
     batch = {"x": torch.zeros(4, 3), "y": [torch.zeros(4), (torch.zeros(2, 2), "text")], "n": 3}
     assert count_elements(batch) == 20
     assert count_elements("text") == 0
+
+
+@pytest.mark.parametrize("n", [1, 4, 15])
+def test_samples_of_every_kind_are_repeated_in_memory_of_their_own(n):
+    batch = {"x": X.clone(), "rest": [Pair(X + 1, Y), list("abcdef")], "mean": torch.tensor(0.5)}
+    repeated = repeat_samples(batch, n)
+    assert count_samples(repeated) == n
+    assert isinstance(repeated["rest"][0], Pair)
+    assert repeated["rest"][1] == list("abcdefabcdefabc")[:n]
+    assert repeated["mean"] == 0.5
+    mine = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(batch) if tensor.dim()}
+    theirs = [tensor for tensor in tensors_of(repeated) if tensor.dim()]
+    assert not mine & {tensor.untyped_storage().data_ptr() for tensor in theirs}
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in theirs)
+
+
+def test_what_holds_no_samples_is_not_repeated():
+    with pytest.raises(TypeError):
+        repeat_samples({"a": 3}, 2)
