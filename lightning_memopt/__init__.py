@@ -14,7 +14,8 @@ from lightning_memopt.core.growth import MemoryGrowthWarning
 from lightning_memopt.core.layers import select_layers
 from lightning_memopt.core.memory import read_memory
 from lightning_memopt.core.oom import is_out_of_memory
-from lightning_memopt.core.recompute import checkpoint_layers, is_recomputing
+from lightning_memopt.core.recompute import checkpoint_layers
+from lightning_memopt.core.recomputing import is_recomputing
 from lightning_memopt.core.traced_step import anatomy
 
 __version__ = "0.1.0"

@@ -12,7 +12,8 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning_memopt.callbacks._base import ToggledCallback
 from lightning_memopt.core.checks import check_bool, check_patterns, check_positive_int, check_word
 from lightning_memopt.core.layers import select_layers
-from lightning_memopt.core.recompute import checkpoint_layers, explain_mismatch
+from lightning_memopt.core.recompute import checkpoint_layers
+from lightning_memopt.core.recomputing import explain_mismatch
 from lightning_memopt.core.side_effects import counting_twice, is_frozen_stem, own_checkpointing
 
 

@@ -46,21 +46,26 @@ class RandomState:
     """All random states of this moment, to be put back once or several times.
 
     Args:
-        device: The device whose generator is looked at beside the CPU's.
+        device: The device whose generator is looked at beside the CPU's; `None` looks at Python's
+            and NumPy's alone.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device | None) -> None:
         self._device = device
         self._host = host_random_states()
-        self._torch = torch.get_rng_state()
-        module: Any = torch.get_device_module(device)
-        self._of_device = None if device.type == "cpu" else module.get_rng_state(*_index(device))
+        self._torch = self._of_device = None
+        if device is not None:
+            self._torch = torch.get_rng_state()
+            if device.type != "cpu":
+                module: Any = torch.get_device_module(device)
+                self._of_device = module.get_rng_state(*_index(device))
 
     def put_back(self) -> None:
         """Make every generator go on from here."""
         set_host_random_states(*self._host)
-        torch.set_rng_state(self._torch)
-        if self._of_device is not None:
+        if self._torch is not None:
+            torch.set_rng_state(self._torch)
+        if self._device is not None and self._of_device is not None:
             module: Any = torch.get_device_module(self._device)
             module.set_rng_state(self._of_device, *_index(self._device))
 

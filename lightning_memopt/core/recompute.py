@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -17,19 +16,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import (
-    CheckpointError,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
 
 from lightning_memopt.core.checks import check_word
-from lightning_memopt.core.oom import is_out_of_memory
 from lightning_memopt.core.patching import PatchedMethod
+from lightning_memopt.core.recomputing import recomputing
 from lightning_memopt.core.replay import (
     Anew,
     Known,
     Replay,
     copy_containers,
+    is_key_value_cache,
     tensors_in,
     versions_of,
 )
@@ -50,24 +49,6 @@ _KEPT_OPERATORS: dict[str, tuple[str, ...]] = {
     ),
     "matmul": ("mm", "addmm", "bmm", "baddbmm", "convolution"),
 }
-_REASON = "did not repeat itself"
-_state = threading.local()
-_last_recomputed = ""
-
-
-def is_recomputing() -> bool:
-    """Return whether this forward is a repetition, run in backward for a checkpointed module.
-
-    Use it in hooks and metrics inside a checkpointed module that must count once.
-
-    Returns:
-        `True` while a checkpointed module is run again.
-
-    Example:
-        >>> is_recomputing()
-        False
-    """
-    return getattr(_state, "depth", 0) > 0
 
 
 def checkpoint_layers(
@@ -112,12 +93,6 @@ def checkpoint_layers(
     return undo.close
 
 
-def explain_mismatch(exception: BaseException) -> None:
-    """Put the name of the block and what to do into PyTorch's error about a recomputation."""
-    if isinstance(exception, CheckpointError) and _REASON not in str(exception):
-        exception.args = (_explanation(_last_recomputed, str(exception).partition("\n")[0]),)
-
-
 class _CheckpointedForward(PatchedMethod):
     """Stands in for the `forward` of one module."""
 
@@ -133,15 +108,15 @@ class _CheckpointedForward(PatchedMethod):
             return self._compiled(*args, **kwargs)
         if not torch.is_grad_enabled() or not self._needs_backward(args, kwargs):
             return self.original(*args, **kwargs)
-        caches = [value for value in (*args, *kwargs.values()) if _is_key_value_cache(value)]
+        caches = [value for value in (*args, *kwargs.values()) if is_key_value_cache(value)]
         if caches:
             if any(cache.get_seq_length() for cache in caches):
                 self._warn_of_cache()
                 return self.original(*args, **kwargs)
             # An empty one would be filled twice. Nothing reads it in training: what the block
             # attends to is in its input.
-            args = tuple(None if _is_key_value_cache(value) else value for value in args)
-            kwargs = {k: None if _is_key_value_cache(v) else v for k, v in kwargs.items()}
+            args = tuple(None if is_key_value_cache(value) else value for value in args)
+            kwargs = {k: None if is_key_value_cache(v) else v for k, v in kwargs.items()}
         names, count = tuple(kwargs), len(args)
         as_given = [(args, kwargs)]
 
@@ -195,21 +170,8 @@ class _CheckpointedForward(PatchedMethod):
 
     @contextmanager
     def _again(self, replay: Replay) -> Iterator[None]:
-        global _last_recomputed
-        _last_recomputed = self.qualified_name
-        _state.depth = getattr(_state, "depth", 0) + 1
-        try:
-            with replay.again():
-                yield
-        except Exception as error:
-            # PyTorch ends a recomputation early by an exception of its own.
-            if type(error).__module__ == CheckpointError.__module__ or is_out_of_memory(error):
-                raise
-            text = _explanation(self.qualified_name, str(error), bool(self._operators))
-            raise CheckpointError(text) from error
-        finally:
-            _state.depth -= 1
-            _last_recomputed = self.qualified_name  # not that of a block within
+        with recomputing(self.qualified_name, bool(self._operators)), replay.again():
+            yield
 
     def _warn_of_cache(self) -> None:
         if "cache" not in self._warned:
@@ -222,26 +184,12 @@ class _CheckpointedForward(PatchedMethod):
             )
 
 
-def _explanation(name: str, reason: str, is_keeping: bool = False) -> str:
-    otherwise = ', set `keep="nothing"`' if is_keeping else ""
-    return (
-        f"`{name}` {_REASON} when it was recomputed in backward ({reason.strip()}); "
-        f"leave it out of `layers`{otherwise}, or make its forward depend only on its inputs, "
-        "parameters, buffers and the random state of torch, Python and NumPy."
-    )
-
-
 def _operators(keep: Keep) -> list[Any]:
     names = _KEPT_OPERATORS[keep]
     if keep == "matmul":
         names += _KEPT_OPERATORS["attention"]
     packets = [getattr(torch.ops.aten, name, None) for name in names]
     return [packet.default for packet in packets if packet is not None]
-
-
-def _is_key_value_cache(value: Any) -> bool:
-    """Tell the caches of transformers, which a block fills when it runs."""
-    return hasattr(value, "get_seq_length") and hasattr(value, "update")
 
 
 @contextmanager

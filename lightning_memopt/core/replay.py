@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from lightning_memopt.core.random_state import host_random_states, set_host_random_states
+from lightning_memopt.core.random_state import RandomState
 
 Slot = tuple[nn.Module, str]
 Known = dict[tuple[bool, ...], set[Slot]]
@@ -34,8 +34,8 @@ class _Seen(NamedTuple):
 class Replay:
     """One run of a block that may be repeated in backward.
 
-    PyTorch's checkpoint restores its own random state; this restores Python's and NumPy's, and each
-    buffer that the block changes in forward (BatchNorm, spectral norm, moving averages, counters).
+    This restores random states, and each buffer that the block changes in forward (BatchNorm,
+    spectral norm, moving averages, counters).
     The second run works on stand-ins, so the real buffers are touched once and their version
     counters stay as autograd saw them.
 
@@ -43,16 +43,17 @@ class Replay:
         block: The module that runs.
         known: Large buffers that the block was seen to change, by which of its modules train. The
             first run in each such mode copies all of them to find out, and adds to it.
+        device: Where random numbers are drawn; `None` leaves PyTorch's to PyTorch's checkpoint, and
+            restores Python's and NumPy's.
     """
 
-    def __init__(self, block: nn.Module, known: Known) -> None:
+    def __init__(self, block: nn.Module, known: Known, device: torch.device | None = None) -> None:
         self._modules = list(block.modules())
         self._known = known
         self._modes = tuple(module.training for module in self._modules)
         self._is_new = self._modes not in known
         self._changing = known.get(self._modes, set())
-        self._python: Any = None
-        self._numpy: Any = None
+        self._device = device
         self._starts: dict[Slot, Tensor | None] = {}
         self._statistics: list[Slot] = []
         self._lost: str | None = None
@@ -60,7 +61,7 @@ class Replay:
     @contextmanager
     def first(self) -> Iterator[None]:
         """Run the block for real and note what it changes."""
-        self._python, self._numpy = host_random_states()
+        self._random_state = RandomState(self._device)
         self._parameters = self._parameter_versions()
         before = {slot: self._look(slot) for slot in self._buffers()}
         yield
@@ -80,12 +81,12 @@ class Replay:
             raise RuntimeError("its parameters were changed in place since")
         if self._lost is not None:
             raise RuntimeError(f"its buffer `{self._lost}` changed, which it never did before")
-        states = host_random_states()
+        random_state = RandomState(self._device)
         slots = [*self._starts, *self._statistics]
         current = [(slot, slot[0]._buffers[slot[1]]) for slot in slots]
         stand_ins: dict[int, Tensor] = {}  # one for a buffer that several modules share
         try:
-            set_host_random_states(self._python, self._numpy)
+            self._random_state.put_back()
             for (module, name), tensor in current:
                 start = self._starts.get((module, name), tensor)
                 if start is None:
@@ -98,7 +99,7 @@ class Replay:
         finally:
             for (module, name), tensor in current:
                 module._buffers[name] = tensor
-            set_host_random_states(*states)
+            random_state.put_back()
 
     def _parameter_versions(self) -> list[int]:
         return versions_of(p for module in self._modules for p in module._parameters.values())
@@ -167,16 +168,27 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
-def copy_containers(value: Any) -> Any:
+def copy_containers(value: Any, change: Callable[[Tensor], Any] = lambda tensor: tensor) -> Any:
     """Copy nested lists, tuples and dicts, but not what is in them.
 
     A DenseNet appends to the list that its layers got.
+
+    Args:
+        value: A tensor, a container or anything else.
+        change: Returns what the copy has in place of a tensor.
     """
+    if isinstance(value, Tensor):
+        return change(value)
     if type(value) is dict:
-        return {key: copy_containers(item) for key, item in value.items()}
+        return {key: copy_containers(item, change) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(copy_containers(item) for item in value)
+        return type(value)(copy_containers(item, change) for item in value)
     return value
+
+
+def is_key_value_cache(value: Any) -> bool:
+    """Tell the caches of transformers, which a block fills when it runs."""
+    return hasattr(value, "get_seq_length") and hasattr(value, "update")
 
 
 def versions_of(values: Iterable[Any]) -> list[int]:

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_memopt.core.layers import select_layers
-from lightning_memopt.core.recompute import checkpoint_layers, explain_mismatch, is_recomputing
+from lightning_memopt.core.recompute import checkpoint_layers
+from lightning_memopt.core.recomputing import explain_mismatch, is_recomputing
 from lightning_memopt.core.saved_tensors import record_saved_tensors
 
 BATCH, WIDTH = 6, 8
