@@ -11,6 +11,9 @@ from lightning_memopt.core.units import parse_size
 
 # A DataLoader's worker says so where the type of its error can't be made again.
 _IN_WORKER = re.compile(r"^caught \w*memoryerror in ")
+# oneDNN says so where it can't allocate, and for sizes that it can't do; of a description that it
+# doesn't know it says "a primitive descriptor".
+_ONEDNN = re.compile(r"could not create a primitive(?! descriptor)")
 _REQUEST = re.compile(r"allocate (\d+(?:\.\d+)?) ?([KMGT]i?B|bytes)\b")
 
 # What PyTorch and its libraries say where they don't raise `torch.OutOfMemoryError`.
@@ -82,7 +85,8 @@ def out_of_memory_in(exception: BaseException) -> BaseException | None:
 
 
 def _says_so(text: str) -> bool:
-    return any(each in text for each in _TEXTS) or _IN_WORKER.match(text) is not None
+    patterns = _IN_WORKER.match(text), _ONEDNN.search(text)
+    return any(each in text for each in _TEXTS) or any(patterns)
 
 
 def requested_bytes(error: BaseException) -> int | None:

@@ -25,12 +25,14 @@ TEXTS = [
     "Caught MemoryError in DataLoader worker process 0.",
     "[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory: you tried",
     "[enforce fail at alloc_cpu.cpp:114] data. DefaultCPUAllocator: not enough memory: you tried",
+    "could not create a primitive",
 ]
 OTHERS = [
     RuntimeError("mat1 and mat2 shapes cannot be multiplied (4x8 and 4x8)"),
     RuntimeError("CUDA error: device-side assert triggered"),
     RuntimeError("CUDA error: an illegal memory access was encountered"),
     RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
+    RuntimeError("could not create a primitive descriptor for a convolution forward"),
     ValueError("CUDA out of memory."),  # whoever says so by another type quotes it
     KeyError("out of memory"),
     KeyboardInterrupt(),
