@@ -60,6 +60,11 @@ PLANNING = {
         "micro_batch_search",
         "oom_diagnosis",
         "planner",
+        "recompute_candidates",
+        "recompute_choice",
+        "recompute_prices",
+        "recompute_search",
+        "step_profile",
         "visible_devices",
     )
 }
