@@ -79,7 +79,7 @@ def plan_recompute(profile: StepProfile, budget: int) -> RecomputePlan:
     Example:
         >>> from lightning_memopt.core.step_profile import Call, Save
         >>> calls = tuple(
-        ...     Call(name, None, i, i + 1, i, i + 1, frozenset([i]), True, i > 0)
+        ...     Call(name, None, i, i + 1, i, i + 1, frozenset([i]), frozenset(), True, i > 0)
         ...     for i, name in enumerate("abcde")
         ... )
         >>> profile = StepProfile(calls, tuple(Save(i, i) for i in range(5)), (10,) * 5)

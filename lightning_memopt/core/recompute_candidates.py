@@ -77,11 +77,13 @@ class Problem:
         saves = [n for c in calls for n in range(profile.calls[c].first, profile.calls[c].end)]
         if last.first == last.end:
             return None  # the one without the last call does as much
+        inputs = profile.calls[calls[0]].inputs
+        if any(profile.calls[call].changes & inputs for call in calls):
+            return None  # what it would be computed from is gone
         seconds = sum(profile.calls[c].end_seconds - profile.calls[c].begin_seconds for c in calls)
         seconds -= last.end_seconds - profile.saves[last.end - 1].seconds
         storages = (profile.saves[number].storage for number in saves)
         savers = dict(Counter(storage for storage in storages if storage is not None))
-        inputs = profile.calls[calls[0]].inputs
         working_set = sum(profile.sizes[s] for s in savers if s not in inputs)
         made = Candidate(tuple(calls), seconds, working_set, savers, inputs, frozenset(saves))
         is_of_use = any(self.covers(made, s) and s not in inputs for s in savers)

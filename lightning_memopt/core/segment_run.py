@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_memopt.core.recomputing import EarlyStopError, recomputing
-from lightning_memopt.core.replay import Known, Replay, copy_containers, tensors_in, versions_of
+from lightning_memopt.core.replay import Known, Replay, copy_containers
 
 _STAND_IN = torch.empty(0)
 _Autocast = tuple[str, bool, torch.dtype, bool]
@@ -50,14 +50,18 @@ class SegmentRun:
     """
 
     def __init__(self, head: nn.Module, args: Any, kwargs: Any) -> None:
-        tensors: list[Tensor] = []
+        given: list[Tensor] = []
 
         def keep(tensor: Tensor) -> Tensor:
-            tensors.append(tensor)
+            given.append(tensor)
             return _STAND_IN
 
         self._inputs = copy_containers((args, kwargs), keep)
-        self._versions = versions_of(tensors_in((args, kwargs)))
+        # Attention looks whether it was given one tensor three times.
+        tensors = list({id(tensor): tensor for tensor in given}.values())
+        places = {id(tensor): place for place, tensor in enumerate(tensors)}
+        self._places = [places[id(tensor)] for tensor in given]
+        self._given = [(weakref.ref(x), x._version) for x in tensors if not x.is_inference()]
         self._device = next((t.device for t in (*tensors, *head.parameters())), torch.device("cpu"))
         self._needs_grad = [tensor.requires_grad for tensor in tensors]
         anchor = torch.empty(0, requires_grad=True)
@@ -91,7 +95,8 @@ class SegmentRun:
         settings = _autocast_settings(self._device)
         with saved_tensors_hooks(self._pack, _unpack), replay.first():
             output = forward(*args, **kwargs)
-        if self._calls == [] and versions_of(tensors_in(inputs)) != self._versions:
+        given = ((reference(), version) for reference, version in self._given)
+        if any(x is not None and x._version != version for x, version in given):
             raise RuntimeError(
                 f"`{name}` changes its input in place, so it can't be recomputed in backward; "
                 "leave it out, or let it begin with an operation that is not in place "
@@ -135,8 +140,9 @@ class SegmentRun:
 
     def _again(self) -> Any:
         kept = zip(self._kept.saved_tensors, self._needs_grad, strict=True)
-        tensors = (tensor.detach().requires_grad_(needs_grad) for tensor, needs_grad in kept)
-        return copy_containers(self._inputs, lambda _: next(tensors))
+        tensors = [tensor.detach().requires_grad_(needs_grad) for tensor, needs_grad in kept]
+        places = iter(self._places)
+        return copy_containers(self._inputs, lambda _: tensors[next(places)])
 
     def _pack(self, tensor: Tensor) -> _Slot:
         slot = _Slot(self, tensor)

@@ -17,6 +17,7 @@ class Call:
         begin_seconds: When it began.
         end_seconds: When it ended.
         inputs: Storages of its inputs.
+        changes: Storages of inputs that it changes in place.
         can_begin: Whether a segment may begin with it.
         follows: Whether it was given what the call before it, of the same parent, returned, and
             nothing else.
@@ -29,6 +30,7 @@ class Call:
     begin_seconds: float
     end_seconds: float
     inputs: frozenset[int]
+    changes: frozenset[int]
     can_begin: bool
     follows: bool
 

@@ -48,6 +48,7 @@ class Builder:
             begin,
             self.clock,
             frozenset([given]),
+            frozenset(),
             True,
             follows,
         )
